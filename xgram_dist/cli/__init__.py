@@ -1,0 +1,1 @@
+"""The command `xgram-dist`: one module per command, imported only when it is run."""

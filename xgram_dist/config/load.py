@@ -1,0 +1,176 @@
+"""Recipes: YAML files with `extends`, dotted overrides, and errors that name the key.
+
+    config = load_config("recipes/tiny/xgram.yaml", ["train.steps=100"])
+
+Later wins: the base (recursively), the recipe, the overrides. Mappings merge; everything else replaces.
+"""
+
+import json
+import re
+from pathlib import Path
+from typing import Any, get_args
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from xgram_dist.config.check import check
+from xgram_dist.config.schema import Config
+from xgram_dist.errors import UserError, nearest
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-3 as a number (YAML 1.1 wants a dot) and refuses a key that stands twice."""
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
+            if isinstance(key, str) and key in seen:
+                raise yaml.MarkedYAMLError(None, None, f"the key '{key}' stands twice", key_node.start_mark)
+            seen.add(key)
+        return super().construct_mapping(node, deep)
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+)
+
+
+def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
+    tree = _read(Path(recipe), ())
+    for override in overrides or []:
+        _apply_override(tree, override)
+    return build_config(tree)
+
+
+def build_config(tree: dict[str, Any]) -> Config:
+    """A checked config from a plain tree (what YAML gives)."""
+    try:
+        # Through JSON, where strict mode takes a list for a tuple but never '5' for 5 or 1 for true.
+        config = Config.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise UserError(_sentence(error)) from None
+    check(config)
+    return config
+
+
+def dump_config(config: Config) -> str:
+    """The resolved recipe as YAML; loading it gives the same config."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+    where = f" (extended by {above[-1]})" if above else ""
+    if path.resolve() in above:
+        raise UserError(f"recipe {path} extends itself{where}")
+    try:
+        text = path.read_text(encoding="utf-8")
+        tree = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+    except OSError as error:
+        raise UserError(f"cannot read recipe '{path}'{where}: {error.strerror}{_similar_file(path)}") from None
+    except UnicodeDecodeError:
+        raise UserError(f"recipe '{path}'{where} is not UTF-8 text") from None
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        problem = getattr(error, "problem", None) or str(error)
+        raise UserError(f"recipe '{path}'{where}{place}: not valid YAML: {problem}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"recipe '{path}'{where} must be a mapping of keys, not {type(tree).__name__}")
+    base = tree.pop("extends", None)
+    if base is None:
+        return tree
+    if not isinstance(base, str):
+        raise UserError(f"recipe '{path}': extends = {base!r} must be the path of another recipe")
+    return _merge(_read(path.parent / base, (*above, path.resolve())), tree)
+
+
+def _similar_file(path: Path) -> str:
+    beside = [str(found) for found in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
+    return nearest(str(path), sorted(beside)) if beside else ""
+
+
+def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
+    merged = dict(base)
+    for key, value in over.items():
+        if isinstance(value, dict) and isinstance(merged.get(key), dict):
+            merged[key] = _merge(merged[key], value)
+        else:
+            merged[key] = value
+    return merged
+
+
+def _apply_override(tree: dict[str, Any], override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise UserError(f"override '{override}' must look like key.subkey=value, for example train.steps=100")
+    try:
+        value = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+    except yaml.YAMLError:
+        raise UserError(f"override '{override}': the value is not valid YAML") from None
+    *parents, last = key.split(".")
+    for parent in parents:
+        below = tree.setdefault(parent, {})
+        if not isinstance(below, dict):
+            raise UserError(f"override '{override}': '{parent}' is not a group of keys")
+        tree = below
+    tree[last] = value
+
+
+def _sentence(error: ValidationError) -> str:
+    problems = error.errors(include_url=False)
+    # An unknown key is the likeliest slip, and often the cause of the others: say it first.
+    problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
+    problem = problems[0]
+    path = _location(problem["loc"])
+    key = ".".join(path)
+    if problem["type"] == "extra_forbidden":
+        text = f"unknown key '{key}'{_nearest_key(path)}"
+    elif problem["type"] == "missing":
+        text = f"missing key '{key}'"
+    elif problem["loc"][-1] == "[key]":
+        text = f"unknown key '{key}': {problem['msg'].replace('Input should be', 'must be one of')}"
+    else:
+        message = problem["msg"].replace("Input should be", "must be").replace("String should", "must")
+        text = f"{key} = {problem['input']!r}: {message}"
+    more = len({_location(other["loc"]) for other in problems}) - 1
+    return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def _location(loc: tuple[int | str, ...]) -> tuple[str, ...]:
+    """The keys of a pydantic location: without the marks it adds for alternatives of a union."""
+    path: list[str] = []
+    model: Any = Config
+    for part in loc:
+        fields = getattr(model, "model_fields", None)
+        if fields is not None:
+            path.append(str(part))
+            model = _inner(fields[part].annotation) if part in fields else None
+        elif isinstance(model, dict) and part not in ("[key]",):
+            path.append(str(part))
+            model = model["value"]
+        elif isinstance(part, int):
+            path.append(str(part))
+    return tuple(path)
+
+
+def _inner(annotation: Any) -> Any:
+    """What stands below a field: a section, a mapping to sections ({'value': section}), or nothing."""
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    for argument in get_args(annotation):
+        if isinstance(argument, type) and issubclass(argument, BaseModel):
+            return {"value": argument}
+    return None
+
+
+def _nearest_key(path: tuple[str, ...]) -> str:
+    model: Any = Config
+    for part in path[:-1]:
+        if isinstance(model, dict):
+            model = model["value"]
+        else:
+            model = _inner(model.model_fields[part].annotation)
+    prefix = ".".join(path[:-1])
+    names = [f"{prefix}.{name}" if prefix else name for name in model.model_fields]
+    return nearest(".".join(path), names)

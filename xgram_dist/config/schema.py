@@ -1,0 +1,218 @@
+"""Every key of a recipe: its type, its limit, its meaning and unit.
+
+A recipe is a tree of these frozen classes. Limits of a single key stand at the key; what several keys must agree
+on is in `check.py`. The texts below the keys are the reference in docs/configuration.md.
+"""
+
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0)]
+NotNegative = Annotated[int, Field(ge=0)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+SITES = ("h", "q", "k", "v", "o", "qk")
+
+
+class Section(BaseModel):
+    model_config = ConfigDict(
+        frozen=True, extra="forbid", strict=True, use_attribute_docstrings=True, allow_inf_nan=False
+    )
+
+
+class ModelConfig(Section):
+    """The dense backbone: decoder-only, pre-norm, grouped-query attention, SwiGLU, untied head."""
+
+    vocabulary: Positive
+    """Rows of the input embedding and of the head: the tokenizer's ids, padded as one likes."""
+    layers: Positive
+    """Transformer blocks."""
+    width: Positive
+    """Width of the residual stream."""
+    ffn_width: Positive
+    """Inner width of the SwiGLU feed-forward."""
+    heads: Positive
+    """Query heads."""
+    kv_heads: Positive
+    """Key/value heads; heads must be a multiple."""
+    sequence_length: Annotated[int, Field(ge=2)]
+    """Tokens in a training sequence."""
+    rope_theta: Annotated[float, Field(gt=0)] = 500_000.0
+    """Base of the rotary position embedding."""
+    norm_eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Epsilon of the backbone's RMSNorms."""
+    init_std: Annotated[float, Field(gt=0)] = 0.02
+    """Standard deviation of the initial weights (normal, cut at 3 standard deviations)."""
+    z_loss: Annotated[float, Field(ge=0)] = 1e-5
+    """Weight of the mean squared log-normaliser in the loss; 0 turns it off."""
+    document_masking: bool = False
+    """Keep attention and convolutions from looking across an end-of-text token."""
+    loss_chunk: Positive = 2048
+    """Tokens whose logits exist at one time; bounds the loss's memory at loss_chunk x vocabulary."""
+
+
+class SiteConfig(Section):
+    """One injection site."""
+
+    views: Positive = 1
+    """Parallel retrieval-and-extraction branches, each with its own tables."""
+    kernels: Annotated[tuple[Positive, ...], Field(min_length=1)] = (3,)
+    """Convolution lengths; view m uses kernels[m mod number of kernels]."""
+    layers: Literal["all"] | tuple[NotNegative, ...] = "all"
+    """Blocks that have this site: all, or a list of indices from 0."""
+
+
+class RoutingConfig(Section):
+    """How tokens map to table rows. Not used at compression 1, where row = token id."""
+
+    file: str | None = None
+    """A routing file of `xgram-dist route`. Without it the routing is built from `frequencies`."""
+    frequencies: str | None = None
+    """A frequency file; without it the token counts of the prepared data are used."""
+    vip: NotNegative = 200
+    """Most frequent tokens, with rows of their own."""
+    buckets: Positive = 32
+    """Frequency-balanced regions for the other tokens."""
+    paths: Annotated[int, Field(ge=1, le=8)] = 2
+    """Hash paths of a token in a bucket that is too full for a row each."""
+    alpha: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Smoothing exponent of the frequencies when buckets are balanced."""
+    copies: Annotated[int, Field(ge=0, le=16)] = 3
+    """Additional rows a token may have."""
+    decay: Annotated[float, Field(gt=0, le=1)] = 0.8
+    """Weight of the c-th additional row is decay ** c."""
+
+
+class ExtractionConfig(Section):
+    """The gated short convolution that turns retrieved rows into local n-gram features."""
+
+    enabled: bool = True
+    """Off: retrieved vectors are injected as they are."""
+    gate: bool = True
+    """Off: the content convolution alone."""
+    norm: bool = True
+    """Off: convolutions read retrieved vectors that are not normalised."""
+    shared: bool = False
+    """On: the views of a site share one convolution (needs a single kernel size)."""
+
+
+class InjectionConfig(Section):
+    """How extracted features enter the network."""
+
+    depth_scaling: bool = True
+    """Multiply by sqrt(layer + 1)."""
+    warmup: bool = True
+    """Ramp from 0 to 1 over the learning rate's warm-up steps."""
+    view_norm: bool = True
+    """Divide the sum over views by sqrt(views)."""
+
+
+class TableLearningRate(Section):
+    """The tables' learning rate: the backbone's, times a multiplier that is itself warmed up."""
+
+    multiplier: Literal["sqrt_vocabulary", "sqrt_rows"] | Annotated[float, Field(gt=0)] = "sqrt_vocabulary"
+    """sqrt(vocabulary / width), sqrt(rows / width), or a number. 1 turns scaling off."""
+    vip_multiplier: Annotated[float, Field(gt=0)] | None = None
+    """Multiplier of the VIP rows; without it, theirs is `multiplier` too."""
+    cap: Annotated[float, Field(gt=0)] | None = None
+    """Largest multiplier of hashed and aliased rows."""
+    vip_cap: Annotated[float, Field(gt=0)] | None = None
+    """Largest multiplier of VIP rows."""
+    warmup: bool = True
+    """Ramp the multiplier over the warm-up steps."""
+
+
+class MemoryConfig(Section):
+    """The token-indexed tables."""
+
+    method: Literal["vanilla", "xgram"] = "vanilla"
+    """vanilla has no tables."""
+    compression: Annotated[float, Field(gt=0, le=1)] = 0.5
+    """Rows of a table as a share of the vocabulary; at 1, row = token id without hashing, gates and copies."""
+    sites: dict[Literal["h", "q", "k", "v", "o", "qk"], SiteConfig] = Field(default_factory=dict)
+    """Where to inject: h residual before a block, q, k, v after their projection, o after the output projection,
+    qk one table for both q and k."""
+    routing: RoutingConfig = RoutingConfig()
+    extraction: ExtractionConfig = ExtractionConfig()
+    injection: InjectionConfig = InjectionConfig()
+    learning_rate: TableLearningRate = TableLearningRate()
+    row_gates: bool = True
+    """One learnable scalar a row and table, through a sigmoid."""
+    row_gate_init: float = 4.0
+    """Initial value of a row gate, before the sigmoid."""
+    weight_decay: Annotated[float, Field(ge=0)] | None = None
+    """Weight decay of the tables; without it, the optimizer's."""
+
+
+class OptimizerConfig(Section):
+    """AdamW with a cosine schedule."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-3
+    """Peak learning rate of the backbone."""
+    betas: tuple[Share, Share] = (0.9, 0.95)
+    eps: Annotated[float, Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, Field(ge=0)] = 0.1
+    """On matrices; vectors and scalars (norms, biases, gates) do not decay."""
+    clip_norm: Annotated[float, Field(ge=0)] = 1.0
+    """Largest joint gradient norm of backbone and tables; 0 turns clipping off."""
+    warmup_share: Share = 0.05
+    """Share of the steps in which the learning rate rises linearly to its peak."""
+    final_share: Share = 0.1
+    """Learning rate at the last step, as a share of the peak."""
+
+
+class DataConfig(Section):
+    """What is read."""
+
+    path: str = "data/default"
+    """Folder of `xgram-dist prepare`; where `remote` is given, the local copy."""
+    remote: str | None = None
+    """Where shards are fetched from when they are not in `path` (any address `streaming` reads)."""
+    cache: str | None = None
+    """Folder for decompressed shards; without it they lie beside the compressed ones."""
+    weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Share of each source in a batch; without it, the weights the data set was prepared with."""
+    prefetch: Positive = 16
+    """Steps whose tokens are read ahead."""
+
+
+class TrainConfig(Section):
+    """The run."""
+
+    steps: Positive = 1000
+    """Optimizer steps."""
+    global_batch: Positive = 1024
+    """Sequences an optimizer step, over all ranks and micro-batches."""
+    micro_batch: Positive = 8
+    """Sequences a rank's forward pass."""
+    precision: Literal["fp32", "bf16"] = "bf16"
+    """Of parameters and activations in forward and backward; master weights, sums, norms, loss stay fp32."""
+    compile: bool = False
+    """torch.compile for each block."""
+    activation_checkpointing: bool = False
+    """Recompute each block in backward instead of keeping its activations."""
+    seed: NotNegative = 0
+    """Of the initial weights and of the data order."""
+    log_every: Positive = 10
+    """Steps between status lines and metrics."""
+    validate_every: NotNegative = 0
+    """Steps between validations; 0: only at the end."""
+    validation_sequences: Positive = 64
+    """Sequences of a validation."""
+    max_skipped: NotNegative = 10
+    """Steps in a row that may be skipped for a loss or gradient that is not finite."""
+    deterministic: bool = True
+    """Ask torch for algorithms that repeat bitwise."""
+
+
+class Config(Section):
+    """A recipe."""
+
+    name: Annotated[str, Field(min_length=1, max_length=100, pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Names the run and its default folder, runs/NAME."""
+    model: ModelConfig
+    memory: MemoryConfig = MemoryConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    data: DataConfig = DataConfig()
+    train: TrainConfig = TrainConfig()

@@ -1,0 +1,203 @@
+"""`dataset.json`: what a prepared data set says of itself.
+
+In: a folder written by `prepare`. Out: frozen dataclasses, every field checked at the door (types, ranges, file names that
+stay inside the folder), because the file may come from anywhere. Written last, aside and renamed: a folder without it is
+not a data set.
+"""
+
+import hashlib
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from xgram_dist.errors import UserError
+
+MANIFEST = "dataset.json"
+FORMAT = "xgram-dist data"
+VERSION = 1
+SPLITS = ("train", "validation")
+SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+
+
+@dataclass(frozen=True)
+class SplitInfo:
+    documents: int
+    chunks: int
+    tokens: int  # of the written chunks
+    content: str  # digest over the shards' sizes and hashes, in order
+
+
+@dataclass(frozen=True)
+class SourceInfo:
+    name: str
+    weight: float | None  # share of the mix; None: by size
+    documents: int
+    bytes: int  # of text, UTF-8
+    rejected: dict[str, int]
+    train: SplitInfo
+    validation: SplitInfo
+
+    def split(self, name: str) -> SplitInfo:
+        return self.train if name == "train" else self.validation
+
+
+@dataclass(frozen=True)
+class Manifest:
+    vocabulary: int
+    chunk_tokens: int
+    dtype: str
+    end_of_text: int
+    end_of_text_name: str
+    tokenizer_file: str
+    tokenizer_sha256: str
+    request: str  # digest of what was asked for, so that a rerun knows it is done
+    sources: tuple[SourceInfo, ...]
+
+    @property
+    def fingerprint(self) -> str:
+        """Digest of the content: the same tokens in the same chunks under the same names."""
+        content = {
+            "vocabulary": self.vocabulary,
+            "chunk_tokens": self.chunk_tokens,
+            "dtype": self.dtype,
+            "end_of_text": self.end_of_text,
+            "tokenizer": self.tokenizer_sha256,
+            "sources": [[s.name, s.train.content, s.validation.content] for s in self.sources],
+        }
+        return digest(content)
+
+    def write(self, folder: Path) -> None:
+        fields = asdict(self)
+        sources = fields.pop("sources")
+        record = {
+            "format": FORMAT,
+            "version": VERSION,
+            "fingerprint": self.fingerprint,
+            **fields,
+            "sources": list(sources),
+        }
+        write_atomically(folder / MANIFEST, (json.dumps(record, indent=1) + "\n").encode())
+
+
+def digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+def shards_digest(shards: list[dict[str, Any]]) -> str:
+    """Of the uncompressed shards, so that another version of the compressor does not make another data set."""
+    return digest([[shard["samples"], shard["raw_data"]["bytes"], shard["raw_data"]["hashes"]] for shard in shards])
+
+
+def write_atomically(path: Path, data: bytes) -> None:
+    aside = path.with_name(path.name + ".tmp")
+    with open(aside, "wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+class _Reader:
+    """Fields of one JSON object; any fault names the file and the field."""
+
+    def __init__(self, path: Path, record: Any, where: str = ""):
+        self.path, self.where = path, where
+        if not isinstance(record, dict):
+            raise self.fault("", "is not an object")
+        self.record = record
+
+    def fault(self, key: str, what: str) -> UserError:
+        return UserError(f"'{self.path}' is damaged: field '{self.where}{key}' {what}; run `xgram-dist prepare` again")
+
+    def get(self, key: str, kind: type) -> Any:
+        if key not in self.record:
+            raise self.fault(key, "is missing")
+        value = self.record[key]
+        if not isinstance(value, kind) or isinstance(value, bool):
+            raise self.fault(key, f"should be {kind.__name__}, is {value!r}")
+        return value
+
+    def count(self, key: str, least: int = 0) -> int:
+        value = self.get(key, int)
+        if value < least:
+            raise self.fault(key, f"should be at least {least}, is {value}")
+        return int(value)
+
+    def name(self, key: str, pattern: re.Pattern[str]) -> str:
+        value = self.get(key, str)
+        if not pattern.fullmatch(value):
+            raise self.fault(key, f"is no plain name: {value!r}")
+        return str(value)
+
+
+def check_file_name(name: Any, path: Path) -> str:
+    """A file name out of a file: one plain name, inside its folder."""
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise UserError(f"'{path}' is damaged: {name!r} is no plain file name; run `xgram-dist prepare` again")
+    return name
+
+
+def read_manifest(folder: Path) -> Manifest:
+    path = folder / MANIFEST
+    try:
+        record = json.loads(path.read_bytes())
+    except FileNotFoundError:
+        raise UserError(
+            f"'{folder}' is not a prepared data set (no {MANIFEST}); make it with `xgram-dist prepare --out {folder}`"
+        ) from None
+    except (OSError, ValueError) as error:
+        raise UserError(f"cannot read '{path}': {error}") from error
+    fields = _Reader(path, record)
+    if fields.record.get("format") != FORMAT:
+        raise UserError(f"'{path}' was not written by `xgram-dist prepare`; give the folder it wrote")
+    if fields.get("version", int) != VERSION:
+        raise UserError(f"'{path}' has format version {record['version']}, this release reads {VERSION}; prepare it again")
+    dtype = fields.get("dtype", str)
+    if dtype not in ("uint16", "uint32"):
+        raise fields.fault("dtype", f"should be uint16 or uint32, is {dtype!r}")
+    manifest = Manifest(
+        vocabulary=fields.count("vocabulary", 1),
+        chunk_tokens=fields.count("chunk_tokens", 1),
+        dtype=dtype,
+        end_of_text=fields.count("end_of_text"),
+        end_of_text_name=fields.get("end_of_text_name", str),
+        tokenizer_file=fields.name("tokenizer_file", _FILE_NAME),
+        tokenizer_sha256=fields.get("tokenizer_sha256", str),
+        request=fields.get("request", str),
+        sources=tuple(_read_source(path, item, i) for i, item in enumerate(fields.get("sources", list))),
+    )
+    names = [source.name for source in manifest.sources]
+    if not names or len(set(names)) != len(names):
+        raise fields.fault("sources", "should name each source once")
+    if fields.get("fingerprint", str) != manifest.fingerprint:
+        raise fields.fault("fingerprint", "does not agree with the other fields")
+    return manifest
+
+
+def _read_source(path: Path, item: Any, number: int) -> SourceInfo:
+    fields = _Reader(path, item, f"sources[{number}].")
+    weight = fields.record.get("weight")
+    if weight is not None and (not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < 1e300):
+        raise fields.fault("weight", f"should be a number of at least 0, is {weight!r}")
+    rejected = fields.get("rejected", dict)
+    if not all(isinstance(value, int) for value in rejected.values()):
+        raise fields.fault("rejected", "should hold counts")
+    splits = {}
+    for split in SPLITS:
+        part = _Reader(path, fields.get(split, dict), f"sources[{number}].{split}.")
+        splits[split] = SplitInfo(
+            part.count("documents"), part.count("chunks"), part.count("tokens"), part.get("content", str)
+        )
+    return SourceInfo(
+        name=fields.name("name", SOURCE_NAME),
+        weight=None if weight is None else float(weight),
+        documents=fields.count("documents"),
+        bytes=fields.count("bytes"),
+        rejected={str(key): int(value) for key, value in rejected.items()},
+        train=splits["train"],
+        validation=splits["validation"],
+    )

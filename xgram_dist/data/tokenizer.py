@@ -1,0 +1,188 @@
+"""Tokenizers behind one small class: texts in, token ids out.
+
+In: a `tokenizers` JSON file or a sentencepiece `.model`, or texts to train a byte-level BPE on. Out: `Tokenizer`, which
+knows its vocabulary (largest id + 1), its end-of-text id and the SHA-256 of its file. No collective, no state.
+
+A document that spells out a special token is a document about special tokens: it is encoded as plain text, so that an
+end-of-text id in the data always is the end of a document.
+"""
+
+import hashlib
+import json
+import os
+from array import array
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from xgram_dist.errors import UserError
+
+END_OF_TEXT = "<|endoftext|>"
+# Names of the token that ends a document, in the order they are looked for.
+END_OF_TEXT_NAMES = (
+    END_OF_TEXT,
+    "<|end_of_text|>",
+    "</s>",
+    "<eos>",
+    "<|eos|>",
+    "[EOS]",
+    "<EOS>",
+    "<end_of_text>",
+    "<｜end▁of▁sentence｜>",
+)
+
+
+class _Encoder(Protocol):
+    """What the two libraries have in common."""
+
+    @property
+    def vocabulary(self) -> int: ...
+    def token_id(self, name: str) -> int | None: ...
+    def encode(self, texts: Sequence[str]) -> list[list[int]]: ...
+    def decode(self, ids: list[int]) -> str: ...
+
+
+class _JsonEncoder:
+    def __init__(self, path: Path):
+        from tokenizers import Tokenizer as Library
+
+        try:
+            self._library = Library.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise UserError(f"'{path}' is not a tokenizers JSON file: {error}") from error
+        self._library.no_truncation()
+        self._library.no_padding()
+        self._library.encode_special_tokens = True
+        self._encode: Any = getattr(self._library, "encode_batch_fast", self._library.encode_batch)
+
+    @property
+    def vocabulary(self) -> int:
+        return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+
+    def token_id(self, name: str) -> int | None:
+        found: int | None = self._library.token_to_id(name)
+        return found
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        return [encoding.ids for encoding in self._encode(list(texts), add_special_tokens=False)]
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._library.decode(ids, skip_special_tokens=False)
+        return text
+
+
+class _SentencePieceEncoder:
+    def __init__(self, path: Path):
+        import sentencepiece
+
+        try:
+            self._library = sentencepiece.SentencePieceProcessor(model_file=str(path))
+        except (RuntimeError, OSError) as error:
+            raise UserError(f"'{path}' is not a sentencepiece model: {error}") from error
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self._library.vocab_size())
+
+    def token_id(self, name: str) -> int | None:
+        found = int(self._library.piece_to_id(name))
+        # An unknown piece comes back as the unknown id.
+        return found if self._library.id_to_piece(found) == name else None
+
+    def encode(self, texts: Sequence[str]) -> list[list[int]]:
+        ids: list[list[int]] = self._library.encode(list(texts), out_type=int, num_threads=1)
+        return ids
+
+    def decode(self, ids: list[int]) -> str:
+        text: str = self._library.decode(ids)
+        return text
+
+
+@dataclass(frozen=True)
+class Tokenizer:
+    path: Path
+    sha256: str
+    vocabulary: int  # largest id + 1
+    end_of_text: int
+    end_of_text_name: str
+    _encoder: _Encoder
+
+    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+        """One array (uint32) a text, without special tokens."""
+        # Through array(): several times faster than np.array on a list of Python integers.
+        return [np.frombuffer(array("I", ids), dtype=np.uint32) for ids in self._encoder.encode(texts)]
+
+    def encode_joined(self, texts: Sequence[str]) -> np.ndarray:
+        """All texts as one array (uint32), the end-of-text id after each."""
+        flat = array("I")
+        for ids in self._encoder.encode(texts):
+            flat.extend(array("I", ids))
+            flat.append(self.end_of_text)
+        return np.frombuffer(flat, dtype=np.uint32)
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._encoder.decode([int(token) for token in ids])
+
+    @property
+    def file_name(self) -> str:
+        """The name the tokenizer has inside a prepared data set."""
+        return "tokenizer.model" if self.path.suffix == ".model" else "tokenizer.json"
+
+
+def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
+    """`.model` is sentencepiece, anything else a tokenizers JSON; a folder stands for the file inside it."""
+    file = Path(path)
+    if file.is_dir():
+        inside = [file / name for name in ("tokenizer.json", "tokenizer.model") if (file / name).is_file()]
+        if not inside:
+            raise UserError(f"folder '{file}' holds neither tokenizer.json nor tokenizer.model")
+        file = inside[0]
+    try:
+        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+    except OSError as error:
+        raise UserError(f"cannot read tokenizer '{file}': {error.strerror}") from error
+    encoder: _Encoder = _SentencePieceEncoder(file) if file.suffix == ".model" else _JsonEncoder(file)
+    names = END_OF_TEXT_NAMES if end_of_text is None else (end_of_text,)
+    for name in names:
+        token = encoder.token_id(name)
+        if token is not None:
+            return Tokenizer(file, sha256, encoder.vocabulary, token, name, encoder)
+    if end_of_text is not None:
+        raise UserError(f"tokenizer '{file}' has no token '{end_of_text}'; give another name with --end-of-text")
+    raise UserError(
+        f"tokenizer '{file}' has no end-of-text token of a common name ({', '.join(END_OF_TEXT_NAMES)}); "
+        "name it with --end-of-text"
+    )
+
+
+MIN_BPE = 257  # 256 bytes and the end-of-text token
+
+
+def train_bpe(texts: Iterable[str], size: int, out: Path) -> Path:
+    """A byte-level BPE of `size` tokens (end-of-text included) written to `out`; the same texts give the same file."""
+    from tokenizers import Tokenizer as Library
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    if size < MIN_BPE:
+        raise UserError(f"--train-bpe {size} is too small: 256 bytes and the end-of-text token need {MIN_BPE}")
+    library = Library(models.BPE())
+    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    library.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=size,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    library.train_from_iterator(texts, trainer=trainer)
+    text = json.dumps(json.loads(library.to_str()), ensure_ascii=False, indent=1)
+    aside = out.with_name(out.name + ".tmp")
+    with open(aside, "w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, out)
+    return out

@@ -1,0 +1,19 @@
+"""Errors that a user can cause.
+
+Everything a person can get wrong ends here: one sentence that names what was wrong, its value and the way
+out. The command line prints that sentence and exits with code 2; no traceback. A bug is an `assert`.
+"""
+
+
+class UserError(Exception):
+    """One sentence for the person at the keyboard."""
+
+
+def nearest(name: str, valid: list[str]) -> str:
+    """`; did you mean 'x'?` for the closest valid name, else the valid names themselves."""
+    import difflib
+
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    if close:
+        return f"; did you mean '{close[0]}'?"
+    return f"; valid: {', '.join(valid)}" if valid else ""
