@@ -41,7 +41,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--frequencies", metavar="FILE", help="frequency file (.npz with counts or p)")
     parser.add_argument("--import", dest="token_map", metavar="FILE", help="the authors' token map (.npz)")
     parser.add_argument("--vocabulary", type=int, metavar="N", help="size of the vocabulary (default: the file's)")
-    parser.add_argument("--views", type=int, default=DEFAULT_VIEWS, metavar="N", help=f"default {DEFAULT_VIEWS}")
+    parser.add_argument(
+        "--views", type=int, default=DEFAULT_VIEWS, metavar="N", help=f"access lists (default {DEFAULT_VIEWS})"
+    )
     for field in fields(RoutingSettings):
         kind = int if field.type is int else float
         text = f"{SETTING_HELP[field.name]} (default {field.default})"

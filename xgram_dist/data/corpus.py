@@ -1,8 +1,8 @@
 """The embedded default corpus: English and Python that every Python installation has.
 
-In: a size in bytes. Out: documents of three sources of a small mix: `reference` (the language reference of `pydoc_data`),
-`library` (the standard library's source) and `docstrings` (its docstrings, a document a module). Deterministic for one
-Python version; tests and installed packages are left out. No network.
+In: a size in bytes. Out: documents of three sources of a small mix: `reference` (the language reference of
+`pydoc_data`), `library` (the standard library's source) and `docstrings` (its docstrings, a document a module).
+Deterministic for one Python version; tests and installed packages are left out. No network.
 """
 
 import ast
@@ -21,7 +21,16 @@ from xgram_dist.errors import UserError
 WEIGHTS = {"reference": 0.2, "library": 0.5, "docstrings": 0.3}
 DEFAULT_BYTES = 12_000_000
 _BYTES_SHARE = {"reference": 0.05, "library": 0.78, "docstrings": 0.17}
-_SKIPPED_FOLDERS = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__", "_bundled", "lib2to3"}
+_SKIPPED_FOLDERS = {
+    "test",
+    "tests",
+    "idle_test",
+    "site-packages",
+    "dist-packages",
+    "__pycache__",
+    "_bundled",
+    "lib2to3",
+}
 _MIN_DOCUMENT = 200  # characters; a shorter file or docstring page says nothing
 
 
@@ -101,7 +110,9 @@ def _docstrings() -> Iterator[str]:
         yield "\n".join(f"{name}\n\n{docstring}\n" for name, docstring in _described(tree, file.stem))
 
 
-def _described(node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str) -> Iterator[tuple[str, str]]:
+def _described(
+    node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
+) -> Iterator[tuple[str, str]]:
     """Name and docstring of a definition and of those directly or indirectly in its body."""
     docstring = ast.get_docstring(node)
     if docstring:

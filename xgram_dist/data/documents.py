@@ -1,12 +1,12 @@
 """Documents of a source: files in, texts (or the reason a line was rejected) out.
 
-In: a file or a folder (any depth) of `.json.gz`, `.jsonl.gz`, `.json.zst`, `.jsonl.zst`, `.jsonl.zstd`, `.json.zstd`,
-`.jsonl` or `.parquet`. Only the field `text` matters. Out: for every line either a `Document` or a `Rejection`, in file
-order, with bounded memory whatever the size of the file. Nothing a file can hold stops the reading: what cannot be read
-is a rejection with its file and line.
+In: a file or a folder (any depth) of `.json.gz`, `.jsonl.gz`, `.json.zst`, `.jsonl.zst`, `.jsonl.zstd`,
+`.json.zstd`, `.jsonl` or `.parquet`. Only the field `text` matters. Out: for every line either a `Document` or a
+`Rejection`, in file order, with bounded memory whatever the size of the file. Nothing a file can hold stops the
+reading: what cannot be read is a rejection with its file and line.
 
-A file can be read in parts: part i of n takes every n-th block of lines, so that several processes share one large file and
-the result depends on the file alone.
+A file can be read in parts: part i of n takes every n-th block of lines, so that several processes share one large
+file and the result depends on the file alone.
 """
 
 import gzip

@@ -1,8 +1,8 @@
 """`dataset.json`: what a prepared data set says of itself.
 
-In: a folder written by `prepare`. Out: frozen dataclasses, every field checked at the door (types, ranges, file names that
-stay inside the folder), because the file may come from anywhere. Written last, aside and renamed: a folder without it is
-not a data set.
+In: a folder written by `prepare`. Out: frozen dataclasses, every field checked at the door (types, ranges, file
+names that stay inside the folder), because the file may come from anywhere. Written last, aside and renamed: a
+folder without it is not a data set.
 """
 
 import hashlib
@@ -155,7 +155,9 @@ def read_manifest(folder: Path) -> Manifest:
     if fields.record.get("format") != FORMAT:
         raise UserError(f"'{path}' was not written by `xgram-dist prepare`; give the folder it wrote")
     if fields.get("version", int) != VERSION:
-        raise UserError(f"'{path}' has format version {record['version']}, this release reads {VERSION}; prepare it again")
+        raise UserError(
+            f"'{path}' has format version {record['version']}, this release reads {VERSION}; prepare it again"
+        )
     dtype = fields.get("dtype", str)
     if dtype not in ("uint16", "uint32"):
         raise fields.fault("dtype", f"should be uint16 or uint32, is {dtype!r}")
@@ -181,7 +183,9 @@ def read_manifest(folder: Path) -> Manifest:
 def _read_source(path: Path, item: Any, number: int) -> SourceInfo:
     fields = _Reader(path, item, f"sources[{number}].")
     weight = fields.record.get("weight")
-    if weight is not None and (not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < 1e300):
+    if weight is not None and (
+        not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < 1e300
+    ):
         raise fields.fault("weight", f"should be a number of at least 0, is {weight!r}")
     rejected = fields.get("rejected", dict)
     if not all(isinstance(value, int) for value in rejected.values()):

@@ -3,12 +3,13 @@
 In: nothing. Out: the few names of mosaicml-streaming that this project uses (MDS writer and reader, `Stream` for
 download, verification and decompression of shards, the cloud downloader, hashes).
 
-Why not `import streaming`: its package files import torchvision (through `streaming.vision`) and transformers (through
-`streaming.base.dataloader`) for data sets and a loader this project never touches. torchvision has no build that works
-beside a CPU-only torch, and transformers takes seconds to import in every worker. The modules we do need import neither.
-So the two package files `streaming/__init__.py` and `streaming/base/__init__.py` are passed over: while our imports
-run, bare packages with the same search path stand in for them, and are taken away again afterwards, so that another
-part of the process can still import the whole of `streaming` if its requirements are there.
+Why not `import streaming`: its package files import torchvision (through `streaming.vision`) and transformers
+(through `streaming.base.dataloader`) for data sets and a loader this project never touches. torchvision has no
+build that works beside a CPU-only torch, and transformers takes seconds to import in every worker. The modules we
+do need import neither. So the two package files `streaming/__init__.py` and `streaming/base/__init__.py` are passed
+over: while our imports run, bare packages with the same search path stand in for them, and are taken away again
+afterwards, so that another part of the process can still import the whole of `streaming` if its requirements are
+there.
 """
 
 import importlib.util

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from xgram_dist.errors import UserError
 
@@ -110,12 +111,12 @@ class Tokenizer:
     end_of_text_name: str
     _encoder: _Encoder
 
-    def encode_batch(self, texts: Sequence[str]) -> list[np.ndarray]:
+    def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
         """One array (uint32) a text, without special tokens."""
         # Through array(): several times faster than np.array on a list of Python integers.
         return [np.frombuffer(array("I", ids), dtype=np.uint32) for ids in self._encoder.encode(texts)]
 
-    def encode_joined(self, texts: Sequence[str]) -> np.ndarray:
+    def encode_joined(self, texts: Sequence[str]) -> NDArray[Any]:
         """All texts as one array (uint32), the end-of-text id after each."""
         flat = array("I")
         for ids in self._encoder.encode(texts):

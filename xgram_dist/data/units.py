@@ -1,9 +1,10 @@
 """Units of work of `prepare`: a group of files, or a part of one large file, to MDS shards.
 
-In: files and settings. Out: a folder per unit with the shards of both splits, the tokens that did not fill a chunk, the token
-counts and `done.json` with the statistics. A unit is a function of its files and the settings alone: which worker does it, how many
-there are, or whether it is done today or after a restart does not matter. Its folder is named by a digest of both and
-appears whole (written aside, synced, renamed), so a folder that is there is finished and still valid.
+In: files and settings. Out: a folder per unit with the shards of both splits, the tokens that did not fill a chunk,
+the token counts and `done.json` with the statistics. A unit is a function of its files and the settings alone:
+which worker does it, how many there are, or whether it is done today or after a restart does not matter. Its folder
+is named by a digest of both and appears whole (written aside, synced, renamed), so a folder that is there is
+finished and still valid.
 """
 
 import json
@@ -18,6 +19,7 @@ from typing import Any
 
 import numpy as np
 import xxhash
+from numpy.typing import NDArray
 
 from xgram_dist.data.documents import Document, Rejection, estimated_text_bytes, read_documents
 from xgram_dist.data.manifest import SPLITS, digest
@@ -115,12 +117,12 @@ class ChunkWriter:
             size_limit=SHARD_BYTES,
             max_workers=1,
         )
-        self._waiting: list[np.ndarray] = []
+        self._waiting: list[NDArray[Any]] = []
         self._waiting_tokens = 0
         self.counts = np.zeros(settings.vocabulary, dtype=np.int64)
         self.chunks = 0
 
-    def add(self, tokens: np.ndarray) -> None:
+    def add(self, tokens: NDArray[Any]) -> None:
         self._waiting.append(tokens)
         self._waiting_tokens += len(tokens)
         size = self._settings.chunk_tokens
@@ -135,7 +137,7 @@ class ChunkWriter:
         self._waiting = [joined[full:].copy()]
         self._waiting_tokens = len(joined) - full
 
-    def finish(self) -> tuple[list[dict[str, Any]], np.ndarray]:
+    def finish(self) -> tuple[list[dict[str, Any]], NDArray[Any]]:
         """The index entries of the shards, and the tokens that did not fill a chunk."""
         self._writer.finish()
         rest = np.concatenate(self._waiting) if self._waiting else np.zeros(0)

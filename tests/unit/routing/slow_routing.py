@@ -1,5 +1,5 @@
-"""The routing rules as a literal loop over tokens, in exact arithmetic and with dictionaries: slow, and independent of the
-package, which is what makes it a reference. Bucket weights are given as whole numbers, so no comparison can round."""
+"""The routing rules as a literal loop over tokens, in exact arithmetic and with dictionaries: slow, and independent
+of the package, which is what makes it a reference. Bucket weights are whole numbers, so no comparison can round."""
 
 from fractions import Fraction
 
@@ -16,7 +16,7 @@ MULTIPLIERS = [
 
 
 def slow_routing(weights, *, vip, buckets, rows, paths, copies, decay, view):
-    """`weights` are whole numbers in the order of the frequencies. Returns ({token: {row: coefficient}}, sizes, region)."""
+    """({token: {row: coefficient}}, tokens per bucket, rows per region) for whole-numbered frequency^alpha."""
     order = sorted(range(len(weights)), key=lambda token: (-weights[token], token))
     accesses = {}
     slots = {}

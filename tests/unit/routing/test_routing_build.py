@@ -20,7 +20,7 @@ def accesses(routing, token, view=0):
 def test_a_routing_worked_by_hand():
     # 12 tokens, 10 rows: VIP region 1 * (1 + 1) = 2 rows, then 2 regions of 4 rows. Token 5 is VIP. Of the
     # rest, tokens 3 (36) and 0 (16) weigh 6 and 4; tokens 1, 2, 4, 6..11 weigh 1 each, but 11, never seen, 0:
-    # in all 18, so bucket 0 closes at 9: it holds 3 and 0, and 8 tokens follow, more than 4 rows.
+    # in all 18, so bucket 0 closes at 9: it holds 3 and 0, and 9 tokens follow, more than 4 rows.
     counts = np.array([16, 1, 1, 36, 1, 99, 1, 1, 1, 1, 1, 0])
     routing = build_routing(
         counts, RoutingSettings(vip=1, buckets=2, compression=10 / 12, copies=1, decay=0.5), views=1
@@ -146,7 +146,8 @@ def test_counts_and_probabilities_give_the_same_map(zipf):
     assert build_routing(zipf, chosen, 2).sha256() == build_routing(zipf / zipf.sum(), chosen, 2).sha256()
 
 
-def test_rows_are_counted_in_decimal():
+def test_rounding_does_not_cost_a_row():
+    assert all(RoutingSettings(compression=n / 300).num_rows(300) == n for n in range(1, 301))
     assert RoutingSettings(compression=0.29).num_rows(100) == 29  # 0.29 * 100 is 28.999... in floating point
     assert RoutingSettings().num_rows(151_936) == 75_968
     assert RoutingSettings(compression=0.5).num_rows(7) == 3

@@ -163,7 +163,7 @@ def test_a_missing_file_a_folder_and_a_text_file_are_named(tmp_path):
     with pytest.raises(UserError, match="is not a file"):
         Routing.load(tmp_path)
     (tmp_path / "text.npz").write_text("hello")
-    with pytest.raises(UserError, match="is not a routing file .*: it is not a readable .npz archive"):
+    with pytest.raises(UserError, match=r"is not a routing file .*: it is not a readable .npz archive"):
         Routing.load(tmp_path / "text.npz")
 
 
@@ -199,5 +199,5 @@ def test_flipped_and_cut_bytes_never_raise_anything_but_a_user_error(routing, tm
 
 
 def test_an_unwritable_place_is_named(routing, tmp_path):
-    with pytest.raises(UserError, match="cannot write .*; choose another place"):
+    with pytest.raises(UserError, match=r"cannot write .*; choose another place"):
         routing.save(tmp_path / "no folder" / "r.npz")

@@ -11,7 +11,7 @@ from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.memory.routing.frequencies import load_frequencies
 from xgram_dist.memory.routing.imported import import_token_map
 from xgram_dist.memory.routing.settings import RoutingSettings
-from xgram_dist.memory.routing.statistics import hits_per_row, row_hits, routing_statistics
+from xgram_dist.memory.routing.statistics import hits_per_row, routing_statistics, row_hits
 
 
 def percent(shares):

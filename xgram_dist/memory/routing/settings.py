@@ -9,7 +9,6 @@ has and where its regions lie (`Regions`), or a `UserError` when the rows do not
 
 import math
 from dataclasses import dataclass, fields
-from decimal import Decimal
 
 from xgram_dist.errors import UserError
 from xgram_dist.memory.routing.hashing import MULTIPLIERS
@@ -59,11 +58,11 @@ class RoutingSettings:
         return self.compression < 1
 
     def num_rows(self, vocabulary: int) -> int:
-        """floor(compression * vocabulary), with the compression as it is written in decimal.
+        """floor(compression * vocabulary), forgiving the rounding of the product.
 
-        In binary floating point 0.29 * 100 is a little less than 29; a person who writes 0.29 means 29 rows.
+        In floating point 0.29 * 100 is a little less than 29; a person who writes 0.29 means 29 rows.
         """
-        return math.floor(Decimal(repr(float(self.compression))) * vocabulary)
+        return math.floor(self.compression * vocabulary * (1 + 1e-14))
 
 
 @dataclass(frozen=True)

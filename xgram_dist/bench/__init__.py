@@ -1,0 +1,1 @@
+"""Benchmarks: each compares two things side by side in one run."""

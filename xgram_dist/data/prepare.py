@@ -1,0 +1,297 @@
+"""The pipeline of `xgram-dist prepare`: sources of documents to a prepared data set.
+
+In: a `Request`. Out: `OUT/{train,validation}/<source>/` with MDS shards and `index.json`, the tokenizer,
+`counts.npz` (exactly the tokens of the written train chunks) and, last of all, `dataset.json`. Work is cut into
+units (see `units`), done by worker processes into `OUT/.staging`, then merged: the units' shards are linked under
+new names, and the tokens that did not fill a chunk are joined in order into further chunks, so that at most one
+partial chunk a source and split is dropped. The result depends on documents and settings alone, not on the number
+of workers or on interruptions.
+"""
+
+import fcntl
+import json
+import shutil
+import sys
+import time
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from xgram_dist.data import corpus
+from xgram_dist.data.documents import Document, estimated_text_bytes, find_files, read_documents
+from xgram_dist.data.manifest import MANIFEST, SOURCE_NAME, SPLITS, Manifest, digest, read_manifest, write_atomically
+from xgram_dist.data.merge import merge_units
+from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from xgram_dist.data.units import KEPT_REJECTIONS, Settings, Unit, plan_units, unit_folder
+from xgram_dist.data.workers import disk_error, run_units
+from xgram_dist.errors import UserError
+from xgram_dist.progress import Progress
+
+STAGING = ".staging"
+BPE_TRAINING_BYTES = 64_000_000  # of text; more changes the merges little
+_EARLY_LINES = 10_000  # before that many lines the share of rejected ones says little
+_PIPELINE_VERSION = 1  # part of every request: raise it when the same input is cut differently
+
+
+@dataclass(frozen=True)
+class Source:
+    name: str
+    path: Path
+    weight: float | None = None
+
+
+@dataclass(frozen=True)
+class Request:
+    out: Path
+    workers: int
+    sources: tuple[Source, ...] = ()  # none: the embedded corpus
+    tokenizer: Path | None = None
+    train_bpe: int | None = None
+    end_of_text: str | None = None
+    chunk_tokens: int = 40_960
+    validation: float = 0.005
+    max_rejected: float = 0.01
+    corpus_bytes: int = corpus.DEFAULT_BYTES
+    overwrite: bool = False
+
+
+@dataclass(frozen=True)
+class Outcome:
+    manifest: Manifest
+    seconds: float
+    already_there: bool = False
+    units: int = 0
+    units_kept: int = 0  # finished by an earlier, interrupted run
+    new_tokens: int = 0
+    first_rejections: list[str] = field(default_factory=list)
+    dropped_tokens: int = 0
+
+
+def prepare(request: Request) -> Outcome:
+    """Run the pipeline; a rerun continues where an interrupted one stopped."""
+    started = time.monotonic()
+    _check(request)
+    files = {source.name: find_files(source.path) for source in request.sources}
+    stamps = {name: [(path, _stamp(path)) for path in paths] for name, paths in files.items()}
+    key = _request_key(request, stamps)
+    out = request.out
+    if (out / MANIFEST).exists():
+        manifest = read_manifest(out)
+        if manifest.request == key:
+            return Outcome(manifest, time.monotonic() - started, already_there=True)
+        if not request.overwrite:
+            raise UserError(
+                f"'{out}' holds a data set of other documents or settings; give another --out or --overwrite"
+            )
+    elif out.exists() and any(item.name != STAGING for item in out.iterdir()) and not (out / STAGING).exists():
+        raise UserError(f"'{out}' is not empty and not a data set; give another --out")
+    staging = out / STAGING
+    try:
+        staging.mkdir(parents=True, exist_ok=True)
+        with _only_one(staging):
+            return _prepare(request, stamps, key, staging, started)
+    except OSError as error:
+        raise disk_error(error, out) from error
+
+
+def _prepare(
+    request: Request, stamps: dict[str, list[tuple[Path, str]]], key: str, staging: Path, started: float
+) -> Outcome:
+    weights = {source.name: source.weight for source in request.sources}
+    if not request.sources:
+        stamps = _embedded(request, staging)
+        weights = dict(corpus.WEIGHTS)
+    tokenizer = _tokenizer(request, stamps, key, staging)
+    settings = Settings(
+        tokenizer.sha256, tokenizer.end_of_text, tokenizer.vocabulary, request.chunk_tokens, request.validation
+    )
+    # Even pieces, by the size of the input alone: small enough to share out, large enough for full shards.
+    total = sum(estimated_text_bytes(path) for files in stamps.values() for path, _ in files)
+    unit_bytes = min(64_000_000, max(2_000_000, total // 64))
+    units = [unit for name, files in stamps.items() for unit in plan_units(name, files, settings, unit_bytes)]
+    kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, staging, list(weights))
+    manifest, dropped = merge_units(request.out, units, settings, tokenizer, staging, weights, key)
+    shutil.rmtree(staging, ignore_errors=True)
+    return Outcome(
+        manifest,
+        time.monotonic() - started,
+        units=len(units),
+        units_kept=kept,
+        new_tokens=new_tokens,
+        first_rejections=lines.first,
+        dropped_tokens=dropped,
+    )
+
+
+def _check(request: Request) -> None:
+    if (request.tokenizer is None) == (request.train_bpe is None):
+        raise UserError("give exactly one of --tokenizer FILE and --train-bpe N")
+    if request.chunk_tokens < 2 or request.chunk_tokens > 1 << 22:
+        raise UserError(f"--chunk-tokens {request.chunk_tokens} is not between 2 and {1 << 22}")
+    if not 0 <= request.validation < 1:
+        raise UserError(f"--validation {request.validation} is not a share of at least 0 and below 1")
+    if not 0 <= request.max_rejected <= 1:
+        raise UserError(f"--max-rejected {request.max_rejected} is not a share between 0 and 1")
+    if request.workers < 1:
+        raise UserError(f"--workers {request.workers} is not at least 1")
+    names = [source.name for source in request.sources]
+    for source in request.sources:
+        if not SOURCE_NAME.fullmatch(source.name):
+            raise UserError(f"source name '{source.name}' must be of letters, digits, '.', '_' and '-'")
+        if names.count(source.name) > 1:
+            raise UserError(f"source name '{source.name}' is given twice")
+        if source.weight is not None and not 0 <= source.weight < 1e300:
+            raise UserError(f"weight {source.weight} of source '{source.name}' is not a number of at least 0")
+    weighted = [source.name for source in request.sources if source.weight is not None]
+    if weighted and len(weighted) < len(names):
+        missing = next(name for name in names if name not in weighted)
+        raise UserError(f"source '{missing}' has no weight but '{weighted[0]}' has: give all of them one, or none")
+    if weighted and not any(source.weight for source in request.sources):
+        raise UserError("every source has weight 0; give at least one a weight above 0")
+
+
+def _stamp(path: Path) -> str:
+    stat = path.stat()
+    return f"{stat.st_size}:{stat.st_mtime_ns}"
+
+
+def _embedded_stamp(request: Request) -> str:
+    return f"embedded {request.corpus_bytes} python {sys.version}"
+
+
+def _request_key(request: Request, stamps: dict[str, list[tuple[Path, str]]]) -> str:
+    """Digest of what is asked for, known before any work is done."""
+    tokenizer = load_tokenizer(request.tokenizer, request.end_of_text).sha256 if request.tokenizer else None
+    return digest(
+        {
+            "version": _PIPELINE_VERSION,
+            "sources": [[source.name, source.weight] for source in request.sources],
+            "files": {name: [[str(path), stamp] for path, stamp in files] for name, files in stamps.items()},
+            "embedded": None if request.sources else _embedded_stamp(request),
+            "tokenizer": tokenizer or f"bpe {request.train_bpe}",
+            "end_of_text": request.end_of_text,
+            "chunk_tokens": request.chunk_tokens,
+            "validation": request.validation,
+        }
+    )
+
+
+@contextmanager
+def _only_one(staging: Path) -> Iterator[None]:
+    """One `prepare` at a time in a folder. The lock goes with the process, however it ends."""
+    with open(staging / "lock", "w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise UserError(f"another `xgram-dist prepare` is writing to '{staging.parent}'; wait for it") from None
+        yield
+
+
+def _embedded(request: Request, staging: Path) -> dict[str, list[tuple[Path, str]]]:
+    """The embedded corpus as files; kept for a rerun when they are complete and of the same Python."""
+    folder = staging / "corpus"
+    stamp = _embedded_stamp(request)
+    marker = folder / "complete"
+    if not marker.is_file() or marker.read_text() != stamp:
+        shutil.rmtree(folder, ignore_errors=True)
+        corpus.write_corpus(folder, request.corpus_bytes)
+        write_atomically(marker, stamp.encode())
+    return {name: [(folder / f"{name}.jsonl", stamp)] for name in corpus.WEIGHTS}
+
+
+def _tokenizer(request: Request, stamps: dict[str, list[tuple[Path, str]]], key: str, staging: Path) -> Tokenizer:
+    if request.tokenizer is not None:
+        return load_tokenizer(request.tokenizer, request.end_of_text)
+    assert request.train_bpe is not None
+    trained = staging / f"tokenizer-{key[:24]}.json"
+    if not trained.is_file():
+        train_bpe(_training_texts(stamps), request.train_bpe, trained)
+    return load_tokenizer(trained, request.end_of_text)
+
+
+def _training_texts(stamps: dict[str, list[tuple[Path, str]]]) -> Iterator[str]:
+    """The same number of bytes from every source, spread over its files."""
+    with Progress(None, "MB", "reading text to train the tokenizer") as progress:
+        for files in stamps.values():
+            left = BPE_TRAINING_BYTES / len(stamps)
+            for number, (path, _) in enumerate(files):
+                here = left / (len(files) - number)
+                for item in read_documents(path):
+                    if here <= 0:
+                        break
+                    if isinstance(item, Document):
+                        size = len(item.text)
+                        here -= size
+                        left -= size
+                        progress.update(size / 1e6)
+                        yield item.text
+
+
+@dataclass
+class _Lines:
+    """Lines seen so far, for the share of rejected ones."""
+
+    limit: float
+    documents: int = 0
+    rejected: Counter[str] = field(default_factory=Counter)
+    first: list[str] = field(default_factory=list)
+
+    def add(self, documents: int, rejected: dict[str, int], first: list[str]) -> None:
+        self.documents += documents
+        self.rejected.update(rejected)
+        self.first += first[: max(0, KEPT_REJECTIONS - len(self.first))]
+
+    def check(self, least: int = 0) -> None:
+        bad = self.rejected.total()
+        lines = self.documents + bad
+        if bad and lines >= least and bad > self.limit * lines:
+            reasons = ", ".join(f"{reason} {count:,}" for reason, count in self.rejected.most_common())
+            raise UserError(
+                f"{bad:,} of {lines:,} lines ({100 * bad / lines:.2f} %) were rejected, "
+                f"above --max-rejected {self.limit}: {reasons}; the first: {'; '.join(self.first[:5])}"
+            )
+
+
+def _tokenize(
+    request: Request, units: list[Unit], settings: Settings, tokenizer: Tokenizer, staging: Path, names: list[str]
+) -> tuple[int, int, _Lines]:
+    """All units done; how many an earlier run had finished, the tokens of this one, the lines of both."""
+    lines = _Lines(request.max_rejected)
+    pending = []
+    kept_bytes = 0.0
+    for unit in units:
+        done = unit_folder(staging, unit) / "done.json"
+        if done.is_file():
+            record = json.loads(done.read_bytes())
+            documents = sum(record[split]["documents"] for split in SPLITS)
+            lines.add(documents, record["rejected"], record["first_rejections"])
+            kept_bytes += unit.input_bytes
+        else:
+            pending.append(unit)
+    for leftover in (staging / "units").glob("*.tmp-*"):
+        shutil.rmtree(leftover, ignore_errors=True)
+    new_tokens = 0
+    total = sum(unit.input_bytes for unit in units)
+    with Progress(total / 1e6, "MB", "preparing") as progress:
+        progress.update(kept_bytes / 1e6)
+        if pending:
+            reports = run_units(pending, settings, tokenizer.path, tokenizer.end_of_text_name, staging, request.workers)
+            try:
+                for report in reports:
+                    new_tokens += report.tokens
+                    lines.add(report.documents, report.rejected, report.first_rejections)
+                    progress.update(
+                        report.input_bytes / 1e6,
+                        tokens=f"{new_tokens:,}",
+                        documents=f"{lines.documents:,}",
+                        rejected=f"{lines.rejected.total():,}",
+                    )
+                    lines.check(_EARLY_LINES)
+            finally:
+                reports.close()  # type: ignore[attr-defined]
+    lines.check()
+    if lines.documents == 0:
+        raise UserError(f"no document was found in {', '.join(names)}: every file is empty")
+    return len(units) - len(pending), new_tokens, lines

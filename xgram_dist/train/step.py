@@ -1,0 +1,40 @@
+"""One optimizer step: fetch, compute, give back, update.
+
+In: the tokens of all micro-batches of the step [A,B,T]. Out: loss, cross-entropy, gradient norm, as tensors.
+"""
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from xgram_dist.config import Config
+from xgram_dist.memory.working_set import Lookup
+from xgram_dist.model.transformer import Transformer
+from xgram_dist.optim.groups import Optimizer
+from xgram_dist.optim.schedule import warmup_factor
+
+
+class StepResult(NamedTuple):
+    loss: Tensor
+    cross_entropy: Tensor
+    gradient_norm: Tensor
+    distinct: int
+
+
+def train_step(
+    config: Config, model: Transformer, lookup: Lookup, optimizer: Optimizer, tokens_ABT: Tensor, step: int
+) -> StepResult:
+    device = model.embedding.device
+    tokens_ABT = tokens_ABT.to(device, non_blocking=True)
+    warmup = torch.tensor(warmup_factor(config, step), device=device)
+    working = lookup.fetch(tokens_ABT)
+    losses, entropies = [], []
+    for tokens_BT, slots_BT in zip(tokens_ABT, working.slots, strict=True):
+        loss, entropy = model.loss(tokens_BT, slots_BT, working.values, warmup)
+        (loss / len(tokens_ABT)).backward()
+        losses.append(loss.detach())
+        entropies.append(entropy)
+    lookup.give_back(working)
+    norm = optimizer.step(step)
+    return StepResult(torch.stack(losses).mean(), torch.stack(entropies).mean(), norm, working.keys.numel())
