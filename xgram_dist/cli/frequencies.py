@@ -4,9 +4,14 @@ import argparse
 import json
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from xgram_dist.errors import UserError
 from xgram_dist.progress import table
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 EXAMPLES = """
   xgram-dist frequencies data/embedded --out frequencies.npz
@@ -72,7 +77,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def write(out: Path, counts: object) -> None:
+def write(out: Path, counts: "NDArray[np.int64]") -> None:
     """Aside and renamed; `.npz` is part of the name as given."""
     import numpy as np
 

@@ -38,15 +38,19 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             valid = labels_N[part] != IGNORED
             index = labels_N[part].clamp_min(0)[:, None]
             logits = wide(hidden_ND[part] @ weight.t())
-            normaliser = logits.logsumexp(-1)
-            nll = normaliser - logits.gather(1, index)[:, 0]
+            at_label = logits.gather(1, index)[:, 0]
+            # One buffer for logits, their exponentials and their gradient: this pass is bound by memory.
+            largest = logits.amax(-1)
+            exponentials = logits.sub_(largest[:, None]).exp_()
+            total = exponentials.sum(-1)
+            normaliser = total.log() + largest
+            nll = normaliser - at_label
             cross_entropy += torch.where(valid, nll, 0.0).sum()
             loss += torch.where(valid, nll + z_loss * normaliser.square(), 0.0).sum()
             if grad_hidden is not None and grad_weight is not None:
                 # d loss / d logits = softmax * (1 + 2 z lse) - onehot, for valid positions, over the target count.
-                scale = torch.where(valid, 1.0, 0.0) / targets
-                grad = logits.sub_(normaliser[:, None]).exp_()
-                grad.mul_((scale * (1 + 2 * z_loss * normaliser))[:, None])
+                scale = torch.where(valid, 1.0, 0.0).to(total.dtype) / targets
+                grad = exponentials.mul_((scale * (1 + 2 * z_loss * normaliser) / total)[:, None])
                 grad.scatter_add_(1, index, -scale[:, None])
                 grad = grad.to(hidden_ND.dtype)
                 grad_hidden[part] = grad @ weight

@@ -11,8 +11,8 @@ from torch import Tensor
 from xgram_dist.config import Config
 from xgram_dist.memory.working_set import Lookup
 from xgram_dist.model.transformer import Transformer
-from xgram_dist.optim.groups import Optimizer
 from xgram_dist.optim.schedule import warmup_factor
+from xgram_dist.optim.update import Optimizer
 
 
 class StepResult(NamedTuple):

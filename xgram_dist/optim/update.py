@@ -1,0 +1,56 @@
+"""One update of everything: joint gradient norm, clipping, then backbone and tables.
+
+Backbone matrices decay; its vectors and scalars (norms, biases, injection gains) do not.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from xgram_dist.config import Config
+from xgram_dist.memory.local_tables import LocalTables
+from xgram_dist.memory.working_set import Lookup
+from xgram_dist.optim.schedule import learning_rate
+from xgram_dist.optim.tables import TableOptimizer
+
+
+class Optimizer:
+    def __init__(self, config: Config, model: nn.Module, lookup: Lookup):
+        self.config = config
+        self.parameters = list(model.parameters())
+        self.tables = lookup if isinstance(lookup, LocalTables) else None
+        self.table_optimizer = TableOptimizer(config, self.tables) if self.tables is not None else None
+        optimizer = config.optimizer
+        groups = [
+            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
+            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
+        ]
+        self.adamw = torch.optim.AdamW(
+            groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, fused=True
+        )
+
+    @torch.no_grad()
+    def step(self, step: int) -> Tensor:
+        """Clip by the joint norm and update; returns the norm. Where it is not finite, nothing is changed."""
+        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        if self.tables is not None:
+            norm = torch.sqrt(norm.square() + self.tables.gradient_square_sum())
+        if bool(torch.isfinite(norm)):  # the one host sync of a step
+            self._clip(norm)
+            for group in self.adamw.param_groups:
+                group["lr"] = learning_rate(self.config, step)
+            self.adamw.step()
+            if self.table_optimizer is not None:
+                self.table_optimizer.step(step)
+        self.adamw.zero_grad()
+        if self.tables is not None:
+            self.tables.clear_gradients()
+        return norm
+
+    def _clip(self, norm: Tensor) -> None:
+        limit = self.config.optimizer.clip_norm
+        if limit == 0:
+            return
+        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
+        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+        if self.tables is not None:
+            self.tables.scale_gradients(factor)
