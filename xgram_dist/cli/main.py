@@ -47,7 +47,7 @@ def build_parser(command: str | None) -> argparse.ArgumentParser:
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         module.add_arguments(sub)
-        sub.set_defaults(run=module.run)
+        sub.set_defaults(execute=module.run)
     return parser
 
 
@@ -63,7 +63,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     try:
-        return int(args.run(args))
+        return int(args.execute(args))
     except UserError as error:
         print(f"xgram-dist {args.command}: {error}", file=sys.stderr)
         return 2

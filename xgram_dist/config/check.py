@@ -1,5 +1,6 @@
 """What several keys must agree on. Each failure is one sentence: keys, values, and the way out."""
 
+import math
 from pathlib import Path
 
 from xgram_dist.config.schema import Config
@@ -28,8 +29,10 @@ def accumulation(config: Config, ranks: int) -> int:
 
 def check_files(config: Config) -> None:
     """The files that training reads; apart from `check`, so that a recipe can be planned without them."""
+    if (config.data.path is None) == (config.data.remote is None):
+        raise UserError("set exactly one of data.path (a folder of 'xgram-dist prepare') and data.remote (its address)")
     named = {
-        "data.path": (config.data.path if config.data.remote is None else None, "xgram-dist prepare"),
+        "data.path": (config.data.path, "xgram-dist prepare"),
         "memory.routing.file": (config.memory.routing.file, "xgram-dist route"),
         "memory.routing.frequencies": (config.memory.routing.frequencies, "xgram-dist frequencies"),
     }
@@ -84,7 +87,7 @@ def _check_memory(config: Config) -> None:
 def _check_rows(config: Config) -> None:
     """The layout of the physical rows must have room for the VIP region and one row a bucket."""
     memory, routing = config.memory, config.memory.routing
-    rows = int(memory.compression * config.model.vocabulary)
+    rows = math.floor(memory.compression * config.model.vocabulary * (1 + 1e-14))
     vip_rows = routing.vip * (1 + routing.copies)
     if routing.vip > config.model.vocabulary or vip_rows + routing.buckets > rows:
         raise UserError(

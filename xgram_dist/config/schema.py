@@ -165,12 +165,14 @@ class OptimizerConfig(Section):
 class DataConfig(Section):
     """What is read."""
 
-    path: str = "data/default"
-    """Folder of `xgram-dist prepare`; where `remote` is given, the local copy."""
+    path: str | None = None
+    """Folder of `xgram-dist prepare` on this machine."""
     remote: str | None = None
-    """Where shards are fetched from when they are not in `path` (any address `streaming` reads)."""
+    """Instead of `path`: where shards are fetched from, any address `streaming` reads."""
     cache: str | None = None
-    """Folder for decompressed shards; without it they lie beside the compressed ones."""
+    """Folder for fetched and decompressed shards; without it they lie beside the data, or in the temporary folder."""
+    cache_limit: Positive | None = None
+    """Bytes of decompressed shards to keep; without it, all."""
     weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Share of each source in a batch; without it, the weights the data set was prepared with."""
     prefetch: Positive = 16

@@ -74,12 +74,11 @@ class _StepReader:
         length: int,
         first_row: int,
         shape: tuple[int, int],
-        vocabulary: int,
     ):
         self._data, self._order, self._length = data, order, length
         self._first_row = first_row
         self._micro_batches, self._micro_batch = shape
-        self._vocabulary = vocabulary
+        self._vocabulary = data.manifest.vocabulary
 
     def __call__(self, position: int) -> Batch:
         """The step that starts at global sequence `position`."""
@@ -145,7 +144,6 @@ class Loader:
             sequence_length,
             rank * (global_batch // ranks),
             (global_batch // unit, micro_batch),
-            data.manifest.vocabulary,
         )
         self._ahead: _ReadAhead | None = None
         self.position = 0

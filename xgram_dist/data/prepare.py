@@ -79,7 +79,7 @@ def prepare(request: Request) -> Outcome:
     out = request.out
     if (out / MANIFEST).exists():
         manifest = read_manifest(out)
-        if manifest.request == key:
+        if manifest.request == key and not request.overwrite:
             return Outcome(manifest, time.monotonic() - started, already_there=True)
         if not request.overwrite:
             raise UserError(
@@ -109,7 +109,7 @@ def _prepare(
     )
     # Even pieces, by the size of the input alone: small enough to share out, large enough for full shards.
     total = sum(estimated_text_bytes(path) for files in stamps.values() for path, _ in files)
-    unit_bytes = min(64_000_000, max(2_000_000, total // 64))
+    unit_bytes = min(64_000_000, max(1_000_000, total // 64))
     units = [unit for name, files in stamps.items() for unit in plan_units(name, files, settings, unit_bytes)]
     kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, staging, list(weights))
     manifest, dropped = merge_units(request.out, units, settings, tokenizer, staging, weights, key)

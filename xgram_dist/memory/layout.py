@@ -9,6 +9,7 @@ that outlives a run (checkpoints, exports) speaks of tables by name, never of sl
 from dataclasses import dataclass
 
 from xgram_dist.config.schema import Config
+from xgram_dist.memory.routing.settings import RoutingSettings
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,19 @@ class Slab:
         return found
 
 
+def routing_settings(config: Config) -> RoutingSettings:
+    routing = config.memory.routing
+    return RoutingSettings(
+        vip=routing.vip,
+        buckets=routing.buckets,
+        compression=config.memory.compression,
+        paths=routing.paths,
+        alpha=routing.alpha,
+        copies=routing.copies,
+        decay=routing.decay,
+    )
+
+
 def site_width(config: Config, site: str) -> int:
     """h and o are as wide as the residual stream, the attention sites as wide as keys and values."""
     model = config.model
@@ -55,7 +69,7 @@ def site_layers(config: Config, site: str) -> tuple[int, ...]:
 
 
 def num_rows(config: Config) -> int:
-    return int(config.memory.compression * config.model.vocabulary)
+    return routing_settings(config).num_rows(config.model.vocabulary)
 
 
 def plan_tables(config: Config) -> tuple[Table, ...]:

@@ -3,6 +3,7 @@
 import gzip
 import json
 import random
+from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
@@ -63,7 +64,7 @@ def read_back(out: Path, split: str, source: str, dtype: str = "uint16") -> np.n
         count = int(np.frombuffer(raw, "<u4", 1)[0])
         assert count == shard["samples"]
         offsets = np.frombuffer(raw, "<u4", count + 1, 4)
-        chunks += [np.frombuffer(raw[a:b], dtype) for a, b in zip(offsets, offsets[1:], strict=False)]
+        chunks += [np.frombuffer(raw[a:b], dtype) for a, b in pairwise(offsets)]
     return np.stack(chunks) if chunks else np.zeros((0, 0), dtype)
 
 

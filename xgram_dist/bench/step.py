@@ -1,0 +1,99 @@
+"""What a table costs a training step: X-gram beside vanilla, in one process, step by step in turn.
+
+The model of the comparison: width 512, 6 layers, 4 x 512 Zipf tokens a step, 1x at 50 % (two value views, kernels
+3 and 5), torch.compile, fp32, the whole step (fetch, forward, backward, return, clipping, both optimizers).
+"""
+
+import statistics
+import time
+from typing import Any
+
+import numpy as np
+import torch
+
+from xgram_dist.config import Config, build_config
+from xgram_dist.memory.layout import num_views, routing_settings
+from xgram_dist.memory.routing.build import build_routing
+from xgram_dist.optim.update import Optimizer
+from xgram_dist.parallel.device import choose_device, synchronize
+from xgram_dist.progress import Progress
+from xgram_dist.train.build import build_lookup, build_model
+from xgram_dist.train.step import train_step
+
+BATCH, LENGTH = 4, 512
+WARM = 3
+
+
+def step_config(method: str, vocabulary: int, compiled: bool) -> Config:
+    memory: dict[str, Any] = {"method": method}
+    if method == "xgram":
+        memory |= {"compression": 0.5, "sites": {"v": {"views": 2, "kernels": [3, 5]}}}
+    return build_config(
+        {
+            "name": f"bench-{method}",
+            "model": {
+                "vocabulary": vocabulary,
+                "layers": 6,
+                "width": 512,
+                "ffn_width": 1536,
+                "heads": 8,
+                "kv_heads": 4,
+                "sequence_length": LENGTH,
+            },
+            "memory": memory,
+            "train": {"precision": "fp32", "compile": compiled, "global_batch": BATCH, "micro_batch": BATCH},
+        }
+    )
+
+
+class Side:
+    """One of the two models, ready to step."""
+
+    def __init__(self, config: Config, frequencies: "np.ndarray[Any, Any]", device: torch.device):
+        routing = None
+        if config.memory.method == "xgram":
+            routing = build_routing(frequencies, routing_settings(config), num_views(config))
+        self.config, self.device = config, device
+        self.model = build_model(config, device)
+        self.lookup = build_lookup(config, routing, device)
+        self.optimizer = Optimizer(config, self.model, self.lookup)
+        self.steps = 0
+
+    def step(self, tokens: torch.Tensor) -> float:
+        synchronize(self.device)
+        start = time.perf_counter()
+        self.steps += 1
+        train_step(self.config, self.model, self.lookup, self.optimizer, tokens, self.steps)
+        synchronize(self.device)
+        return time.perf_counter() - start
+
+
+def run_step_benchmark(steps: int, vocabulary: int, compiled: bool) -> dict[str, Any]:
+    device = choose_device()
+    frequencies = 1.0 / (np.arange(vocabulary) + 10.0)
+    frequencies /= frequencies.sum()
+    random = np.random.default_rng(0)
+    sides = {m: Side(step_config(m, vocabulary, compiled), frequencies, device) for m in ("vanilla", "xgram")}
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
+    with Progress(WARM + steps, "rounds", "vanilla and X-gram in turn") as progress:
+        for number in range(WARM + steps):
+            tokens = torch.from_numpy(random.choice(vocabulary, size=(1, BATCH, LENGTH), p=frequencies))
+            # Who goes first alternates, so that neither always finds the caches warm.
+            for name in sorted(sides, reverse=bool(number % 2)):
+                taken = sides[name].step(tokens)
+                if number >= WARM:
+                    seconds[name].append(taken)
+            progress.update()
+    pairs = [x / v for x, v in zip(seconds["xgram"], seconds["vanilla"], strict=True)]
+    return {
+        "vocabulary": vocabulary,
+        "compile": compiled,
+        "threads": torch.get_num_threads(),
+        "rounds": steps,
+        "vanilla_ms": round(1000 * statistics.median(seconds["vanilla"]), 1),
+        "xgram_ms": round(1000 * statistics.median(seconds["xgram"]), 1),
+        "ratio": round(statistics.median(seconds["xgram"]) / statistics.median(seconds["vanilla"]), 4),
+        "ratio_of_pairs": round(statistics.median(pairs), 4),
+        "ratio_of_pairs_quartiles": [round(q, 4) for q in statistics.quantiles(pairs, n=4)[::2]],
+        "ratio_of_fastest": round(min(seconds["xgram"]) / min(seconds["vanilla"]), 4),
+    }

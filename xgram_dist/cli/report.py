@@ -1,0 +1,46 @@
+"""`xgram-dist report`."""
+
+import argparse
+import json
+from pathlib import Path
+
+EXAMPLES = """
+  xgram-dist report runs/tiny-vanilla runs/tiny-xgram --picture runs/losses.png
+"""
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("--picture", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run(args: argparse.Namespace) -> int:
+    from xgram_dist.progress import table
+    from xgram_dist.report.picture import draw_losses
+    from xgram_dist.report.runs import read_run, summary
+
+    runs = [read_run(Path(folder)) for folder in args.runs]
+    figures = [summary(run) for run in runs]
+    if args.picture:
+        draw_losses(runs, Path(args.picture))
+    if args.json:
+        print(json.dumps(figures, indent=2))
+        return 0
+    rows = []
+    for f in figures:
+        perplexity, rate = f["validation_perplexity"], f["tokens_per_second"]
+        rows.append(
+            [
+                f["run"] + ("" if f["complete"] else f" (step {f['step']} of {f['steps']})"),
+                "-" if perplexity is None else f"{perplexity:.3f}",
+                "-" if rate is None else f"{rate:,.0f}",
+                f"{f['backbone_parameters'] / 1e6:,.2f} M",
+                f"{f['table_parameters'] / 1e6:,.2f} M" if f["table_parameters"] else "-",
+                f"{f['rows_hit']:,} of {f['rows']:,}" if f["rows"] else "-",
+            ]
+        )
+    table(["run", "validation perplexity", "tokens/s", "backbone", "tables", "table rows hit"], rows)
+    if args.picture:
+        print(f"loss curves: {args.picture}")
+    return 0

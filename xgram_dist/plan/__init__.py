@@ -1,0 +1,1 @@
+"""What a recipe costs, computed from its numbers alone; nothing is allocated."""

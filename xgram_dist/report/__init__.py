@@ -1,0 +1,1 @@
+"""Runs, read back: figures, tables and pictures."""

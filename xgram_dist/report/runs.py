@@ -1,0 +1,58 @@
+"""Read run folders (train/folder.py) into figures."""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xgram_dist.config import Config, load_config
+from xgram_dist.errors import UserError
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    config: Config
+    train: list[dict[str, Any]]
+    validation: list[dict[str, Any]]
+    end: dict[str, Any] | None
+
+
+def read_run(folder: Path) -> Run:
+    metrics = folder / "metrics.jsonl"
+    if not metrics.is_file():
+        raise UserError(f"'{folder}' is not a run folder: it has no metrics.jsonl; give the --run folder of a training")
+    records = []
+    for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            record = json.loads(line)
+            kind = record["kind"]
+        except (ValueError, KeyError, TypeError):
+            raise UserError(f"'{metrics}', line {number} is not a metrics record") from None
+        records.append((kind, record))
+    by_kind = {k: [r for kind, r in records if kind == k] for k in ("train", "validation", "end")}
+    end = by_kind["end"][-1] if by_kind["end"] else None
+    return Run(folder, load_config(folder / "config.yaml"), by_kind["train"], by_kind["validation"], end)
+
+
+def summary(run: Run) -> dict[str, Any]:
+    """The figures of one run, None where it has not got there."""
+    from xgram_dist.plan.budget import plan_budget
+
+    budget = plan_budget(run.config)
+    last = run.validation[-1] if run.validation else {}
+    end = run.end or {}
+    rate = end.get("tokens_per_second") or (run.train[-1]["tokens_per_second"] if run.train else None)
+    return {
+        "run": run.config.name,
+        "folder": str(run.folder),
+        "complete": bool(end.get("complete")),
+        "step": max([r["step"] for r in (*run.train, *run.validation)], default=0),
+        "steps": run.config.train.steps,
+        "validation_perplexity": last.get("perplexity"),
+        "tokens_per_second": rate,
+        "backbone_parameters": budget.backbone_parameters,
+        "table_parameters": budget.table_parameters,
+        "rows_hit": end.get("rows_hit"),
+        "rows": end.get("rows"),
+    }

@@ -1,0 +1,54 @@
+"""The run folder: what a run leaves behind.
+
+    config.yaml           the resolved recipe; loading it repeats the run
+    metrics.jsonl         one JSON object a line
+    tensorboard/          the same for TensorBoard
+    routing.npz           the token -> row map, where there is one
+    model.safetensors     weights by name: `backbone.*` and `tables.LAYER.SITE.VIEW.*`
+"""
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from xgram_dist.config import Config, dump_config
+from xgram_dist.errors import UserError
+from xgram_dist.memory.local_tables import LocalTables
+from xgram_dist.memory.working_set import Lookup
+
+METRICS, CONFIG, WEIGHTS, ROUTING = "metrics.jsonl", "config.yaml", "model.safetensors", "routing.npz"
+OWN = (METRICS, CONFIG, WEIGHTS, ROUTING)
+
+
+def open_run_folder(folder: Path, config: Config, fresh: bool) -> None:
+    """Make the folder and write the config. A folder with a run in it is taken only when told."""
+    if (folder / METRICS).exists() and not fresh:
+        raise UserError(f"'{folder}' already holds a run; choose another with --run DIR, or start over with --fresh")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name in OWN:
+            (folder / name).unlink(missing_ok=True)
+        for events in (folder / "tensorboard").glob("events.out.tfevents.*"):
+            events.unlink()
+        (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"cannot write the run folder '{folder}': {error.strerror}; choose another with --run") from error
+
+
+def save_weights(folder: Path, model: torch.nn.Module, lookup: Lookup, step: int) -> Path:
+    """All weights in one file, written aside and renamed."""
+    tensors = {f"backbone.{name}": value.detach() for name, value in model.named_parameters()}
+    if isinstance(lookup, LocalTables):
+        tensors |= {f"tables.{name}": value for name, value in lookup.named_tensors().items()}
+    path, aside = folder / WEIGHTS, folder / f".{WEIGHTS}.part"
+    try:
+        save_file({k: v.contiguous().cpu() for k, v in tensors.items()}, aside, metadata={"step": str(step)})
+        with aside.open("rb") as file:
+            os.fsync(file.fileno())
+        aside.rename(path)
+    except Exception as error:  # safetensors wraps the system's errors in its own
+        aside.unlink(missing_ok=True)
+        raise UserError(f"cannot write '{path}': {error}; free space, or choose another folder with --run") from error
+    return path
