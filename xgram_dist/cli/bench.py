@@ -3,6 +3,8 @@
 import argparse
 import json
 
+from xgram_dist.errors import UserError
+
 EXAMPLES = """
   xgram-dist bench step               X-gram's training step against vanilla's
   xgram-dist bench data --json        prepare against bare tokenisation; loader against what training consumes
@@ -25,6 +27,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     if args.what == "step":
+        if args.rounds < 2:
+            raise UserError(f"--rounds {args.rounds} is too few; quartiles need at least 2")
         from xgram_dist.bench.step import run_step_benchmark
 
         figures = run_step_benchmark(args.rounds, args.vocabulary, not args.no_compile)

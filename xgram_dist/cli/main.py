@@ -58,7 +58,12 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"xgram-dist: unknown command '{command}'{nearest(command, list(COMMANDS))}", file=sys.stderr)
         return 2
     parser = build_parser(command)
-    args = parser.parse_args(words)
+    args, rest = parser.parse_known_args(words)
+    # argparse takes KEY=VALUE only up to the next option; what follows it is meant no less.
+    if rest and hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
+        args.overrides += rest
+    elif rest:
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if args.command is None:
         parser.print_help()
         return 2

@@ -47,8 +47,8 @@ def _check_model(config: Config) -> None:
         raise UserError(f"model.width = {model.width} is not divisible by model.heads = {model.heads}")
     if (model.width // model.heads) % 2:
         raise UserError(
-            f"model.width / model.heads = {model.width // model.heads} is odd; rotary embedding needs an even "
-            f"head width"
+            f"model.width = {model.width} over model.heads = {model.heads} gives heads of width "
+            f"{model.width // model.heads}, which is odd; rotary embedding needs an even one"
         )
     if model.heads % model.kv_heads:
         raise UserError(f"model.heads = {model.heads} is not divisible by model.kv_heads = {model.kv_heads}")
@@ -74,11 +74,13 @@ def _check_memory(config: Config) -> None:
                         f"0 to {model.layers - 1} are valid"
                     )
             if len(set(site.layers)) != len(site.layers) or not site.layers:
-                raise UserError(f"memory.sites.{name}.layers = {list(site.layers)} must name each layer once")
+                raise UserError(
+                    f"memory.sites.{name}.layers = {list(site.layers)} must name at least one layer, each once"
+                )
         if memory.extraction.shared and len(set(site.kernels)) > 1:
             raise UserError(
                 f"memory.extraction.shared needs one kernel size, but memory.sites.{name}.kernels = "
-                f"{list(site.kernels)}"
+                f"{list(site.kernels)}; give one, or set memory.extraction.shared=false"
             )
     if memory.compression < 1:
         _check_rows(config)

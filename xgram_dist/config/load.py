@@ -8,7 +8,7 @@ Later wins: the base (recursively), the recipe, the overrides. Mappings merge; e
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -23,17 +23,24 @@ class _Loader(yaml.SafeLoader):
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
-        for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)  # type: ignore[no-untyped-call]
-            if isinstance(key, str) and key in seen:
-                raise yaml.MarkedYAMLError(None, None, f"the key '{key}' stands twice", key_node.start_mark)
-            seen.add(key)
+        for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key_node, yaml.ScalarNode):
+                raise yaml.MarkedYAMLError(None, None, "a key must be a word", key_node.start_mark)
+            # `<<` merges another mapping, so it may stand twice
+            if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
+                raise yaml.MarkedYAMLError(None, None, f"the key '{key_node.value}' stands twice", key_node.start_mark)
+            seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
-_Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
-)
+class _Dumper(yaml.SafeDumper):
+    """Quotes the words that `_Loader` would read as numbers."""
+
+
+for _class in (_Loader, _Dumper):
+    _class.add_implicit_resolver(
+        "tag:yaml.org,2002:float", re.compile(r"^[-+]?[0-9][0-9_]*(\.[0-9_]*)?[eE][-+]?[0-9]+$"), list("-+0123456789")
+    )
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
@@ -56,16 +63,17 @@ def build_config(tree: dict[str, Any]) -> Config:
 
 def dump_config(config: Config) -> str:
     """The resolved recipe as YAML; loading it gives the same config."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    tree = config.model_dump(mode="json")
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     where = f" (extended by {above[-1]})" if above else ""
     if path.resolve() in above:
-        raise UserError(f"recipe {path} extends itself{where}")
+        raise UserError(f"recipe '{path}' extends itself{where}; take out one of the two 'extends'")
     try:
         text = path.read_text(encoding="utf-8")
-        tree = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+        tree = _parse(text)
     except OSError as error:
         raise UserError(f"cannot read recipe '{path}'{where}: {error.strerror}{_similar_file(path)}") from None
     except UnicodeDecodeError:
@@ -73,16 +81,27 @@ def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or str(error)
+        problem = getattr(error, "problem", None) or " ".join(str(error).split())
         raise UserError(f"recipe '{path}'{where}{place}: not valid YAML: {problem}") from None
     if not isinstance(tree, dict):
-        raise UserError(f"recipe '{path}'{where} must be a mapping of keys, not {type(tree).__name__}")
+        found = "empty" if tree is None else f"a {type(tree).__name__}"
+        raise UserError(f"recipe '{path}'{where} is {found}; it must be a mapping of keys, such as 'name: first-run'")
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
         raise UserError(f"recipe '{path}': extends = {base!r} must be the path of another recipe")
     return _merge(_read(path.parent / base, (*above, path.resolve())), tree)
+
+
+def _parse(text: str) -> Any:
+    """YAML as a plain tree of JSON's types; all that is wrong with it is a YAMLError."""
+    try:
+        tree = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+        # Through JSON: an alias becomes a copy, which an override of one place leaves alone in the other.
+        return json.loads(json.dumps(tree, default=str))
+    except (ValueError, TypeError, RecursionError) as error:  # a date that is none, a list within itself
+        raise yaml.YAMLError(str(error)) from None
 
 
 def _similar_file(path: Path) -> str:
@@ -105,7 +124,7 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     if not equals or not key:
         raise UserError(f"override '{override}' must look like key.subkey=value, for example train.steps=100")
     try:
-        value = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
+        value = _parse(text)
     except yaml.YAMLError:
         raise UserError(f"override '{override}': the value is not valid YAML") from None
     *parents, last = key.split(".")
@@ -118,23 +137,47 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
 
 
 def _sentence(error: ValidationError) -> str:
-    problems = error.errors(include_url=False)
+    by_path: dict[tuple[str, ...], list[Any]] = {}
+    for problem in error.errors(include_url=False):
+        by_path.setdefault(_location(problem["loc"]), []).append(problem)
+    # What is wrong inside a value says more than that the value is wrong.
+    paths = [path for path in by_path if not any(path == other[: len(path)] != other for other in by_path)]
     # An unknown key is the likeliest slip, and often the cause of the others: say it first.
-    problems.sort(key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
-    path = _location(problem["loc"])
+    paths.sort(key=lambda path: by_path[path][0]["type"] != "extra_forbidden")
+    path = paths[0]
+    problem = by_path[path][0]
     key = ".".join(path)
-    if problem["type"] == "extra_forbidden":
+    if not path:
+        text = f"the recipe cannot be read: {problem['msg']}"
+    elif problem["type"] == "extra_forbidden":
         text = f"unknown key '{key}'{_nearest_key(path)}"
     elif problem["type"] == "missing":
         text = f"missing key '{key}'"
     elif problem["loc"][-1] == "[key]":
-        text = f"unknown key '{key}': {problem['msg'].replace('Input should be', 'must be one of')}"
+        text = f"unknown key '{key}': must be one of {_in_words(problem['msg']).removeprefix('be ')}"
     else:
-        message = problem["msg"].replace("Input should be", "must be").replace("String should", "must")
-        text = f"{key} = {problem['input']!r}: {message}"
-    more = len({_location(other["loc"]) for other in problems}) - 1
+        # Where a key takes one of several kinds, each kind has its own complaint.
+        limits = [_in_words(other["msg"]) for other in by_path[path]]
+        text = f"{key} = {problem['input']!r}: must {limits[0]}"
+        text += "".join(f" or {limit.removeprefix('be ')}" for limit in limits[1:])
+    more = len(paths) - 1
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")
+
+
+def _in_words(message: str) -> str:
+    """What follows `must`, in words that do not ask for knowledge of Python or JSON."""
+    words = re.sub(r"^(Input|String|Tuple|List) should ", "", message)
+    for theirs, ours in (
+        ("a valid integer", "a whole number"),
+        ("a valid number", "a number"),
+        ("a valid string", "text"),
+        ("a valid boolean", "true or false"),
+        ("a valid array", "a list"),
+        ("an object", "a group of keys"),
+        (" after validation", ""),
+    ):
+        words = words.replace(theirs, ours)
+    return words
 
 
 def _location(loc: tuple[int | str, ...]) -> tuple[str, ...]:
@@ -143,10 +186,12 @@ def _location(loc: tuple[int | str, ...]) -> tuple[str, ...]:
     model: Any = Config
     for part in loc:
         fields = getattr(model, "model_fields", None)
+        if part == "[key]":
+            continue
         if fields is not None:
             path.append(str(part))
             model = _inner(fields[part].annotation) if part in fields else None
-        elif isinstance(model, dict) and part not in ("[key]",):
+        elif isinstance(model, dict):
             path.append(str(part))
             model = model["value"]
         elif isinstance(part, int):
@@ -155,22 +200,19 @@ def _location(loc: tuple[int | str, ...]) -> tuple[str, ...]:
 
 
 def _inner(annotation: Any) -> Any:
-    """What stands below a field: a section, a mapping to sections ({'value': section}), or nothing."""
+    """What stands below a field: a section, a mapping ({'value': what stands below it}), or nothing."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
-    for argument in get_args(annotation):
-        if isinstance(argument, type) and issubclass(argument, BaseModel):
-            return {"value": argument}
+    for mapping in (annotation, *get_args(annotation)):
+        if get_origin(mapping) is dict:
+            return {"value": _inner(get_args(mapping)[1])}
     return None
 
 
 def _nearest_key(path: tuple[str, ...]) -> str:
     model: Any = Config
     for part in path[:-1]:
-        if isinstance(model, dict):
-            model = model["value"]
-        else:
-            model = _inner(model.model_fields[part].annotation)
+        model = model["value"] if isinstance(model, dict) else _inner(model.model_fields[part].annotation)
     prefix = ".".join(path[:-1])
     names = [f"{prefix}.{name}" if prefix else name for name in model.model_fields]
     return nearest(".".join(path), names)

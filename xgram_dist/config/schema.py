@@ -11,6 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 SITES = ("h", "q", "k", "v", "o", "qk")
 
@@ -150,8 +151,10 @@ class OptimizerConfig(Section):
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate of the backbone."""
-    betas: tuple[Share, Share] = (0.9, 0.95)
+    betas: tuple[BelowOne, BelowOne] = (0.9, 0.95)
+    """Decay of the running mean of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
+    """Added to the root of the mean square, against division by zero."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """On matrices; vectors and scalars (norms, biases, gates) do not decay."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0

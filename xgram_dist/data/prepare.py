@@ -25,7 +25,7 @@ from xgram_dist.data.manifest import MANIFEST, SOURCE_NAME, SPLITS, Manifest, di
 from xgram_dist.data.merge import merge_units
 from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
 from xgram_dist.data.units import KEPT_REJECTIONS, Settings, Unit, plan_units, unit_folder
-from xgram_dist.data.workers import disk_error, run_units
+from xgram_dist.data.workers import disk_error, run_units, start_server
 from xgram_dist.errors import UserError
 from xgram_dist.progress import Progress
 
@@ -75,7 +75,9 @@ def prepare(request: Request) -> Outcome:
     _check(request)
     files = {source.name: find_files(source.path) for source in request.sources}
     stamps = {name: [(path, _stamp(path)) for path in paths] for name, paths in files.items()}
-    key = _request_key(request, stamps)
+    start_server()  # its imports run while the tokenizer is loaded here
+    given = None if request.tokenizer is None else load_tokenizer(request.tokenizer, request.end_of_text)
+    key = _request_key(request, stamps, given)
     out = request.out
     if (out / MANIFEST).exists():
         manifest = read_manifest(out)
@@ -91,25 +93,30 @@ def prepare(request: Request) -> Outcome:
     try:
         staging.mkdir(parents=True, exist_ok=True)
         with _only_one(staging):
-            return _prepare(request, stamps, key, staging, started)
+            return _prepare(request, stamps, given, key, staging, started)
     except OSError as error:
         raise disk_error(error, out) from error
 
 
 def _prepare(
-    request: Request, stamps: dict[str, list[tuple[Path, str]]], key: str, staging: Path, started: float
+    request: Request,
+    stamps: dict[str, list[tuple[Path, str]]],
+    given: Tokenizer | None,
+    key: str,
+    staging: Path,
+    started: float,
 ) -> Outcome:
     weights = {source.name: source.weight for source in request.sources}
     if not request.sources:
         stamps = _embedded(request, staging)
         weights = dict(corpus.WEIGHTS)
-    tokenizer = _tokenizer(request, stamps, key, staging)
+    tokenizer = given or _trained(request, stamps, key, staging)
     settings = Settings(
         tokenizer.sha256, tokenizer.end_of_text, tokenizer.vocabulary, request.chunk_tokens, request.validation
     )
     # Even pieces, by the size of the input alone: small enough to share out, large enough for full shards.
     total = sum(estimated_text_bytes(path) for files in stamps.values() for path, _ in files)
-    unit_bytes = min(64_000_000, max(1_000_000, total // 64))
+    unit_bytes = min(64_000_000, max(2_000_000, total // 64))
     units = [unit for name, files in stamps.items() for unit in plan_units(name, files, settings, unit_bytes)]
     kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, staging, list(weights))
     manifest, dropped = merge_units(request.out, units, settings, tokenizer, staging, weights, key)
@@ -161,16 +168,15 @@ def _embedded_stamp(request: Request) -> str:
     return f"embedded {request.corpus_bytes} python {sys.version}"
 
 
-def _request_key(request: Request, stamps: dict[str, list[tuple[Path, str]]]) -> str:
+def _request_key(request: Request, stamps: dict[str, list[tuple[Path, str]]], tokenizer: Tokenizer | None) -> str:
     """Digest of what is asked for, known before any work is done."""
-    tokenizer = load_tokenizer(request.tokenizer, request.end_of_text).sha256 if request.tokenizer else None
     return digest(
         {
             "version": _PIPELINE_VERSION,
             "sources": [[source.name, source.weight] for source in request.sources],
             "files": {name: [[str(path), stamp] for path, stamp in files] for name, files in stamps.items()},
             "embedded": None if request.sources else _embedded_stamp(request),
-            "tokenizer": tokenizer or f"bpe {request.train_bpe}",
+            "tokenizer": tokenizer.sha256 if tokenizer else f"bpe {request.train_bpe}",
             "end_of_text": request.end_of_text,
             "chunk_tokens": request.chunk_tokens,
             "validation": request.validation,
@@ -201,9 +207,7 @@ def _embedded(request: Request, staging: Path) -> dict[str, list[tuple[Path, str
     return {name: [(folder / f"{name}.jsonl", stamp)] for name in corpus.WEIGHTS}
 
 
-def _tokenizer(request: Request, stamps: dict[str, list[tuple[Path, str]]], key: str, staging: Path) -> Tokenizer:
-    if request.tokenizer is not None:
-        return load_tokenizer(request.tokenizer, request.end_of_text)
+def _trained(request: Request, stamps: dict[str, list[tuple[Path, str]]], key: str, staging: Path) -> Tokenizer:
     assert request.train_bpe is not None
     trained = staging / f"tokenizer-{key[:24]}.json"
     if not trained.is_file():

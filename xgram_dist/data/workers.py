@@ -11,7 +11,7 @@ import errno
 import os
 import signal
 from collections.abc import Iterator
-from multiprocessing import connection, get_context
+from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +23,17 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def start_server() -> None:
+    """Start the process workers are forked from; what they import is imported there once, and inherited."""
+    get_context("forkserver").set_forkserver_preload(["xgram_dist.data.units", "tokenizers"])
+    forkserver.ensure_running()
+
+
 def run_units(
     units: list[Unit], settings: Settings, tokenizer: Path, end_of_text: str, staging: Path, workers: int
 ) -> Iterator[Report]:
     """Process the units, yielding reports; closing the iterator ends the workers at once."""
     context = get_context("forkserver")
-    # Imported once in the server, inherited by every worker.
-    context.set_forkserver_preload(["xgram_dist.data.units", "tokenizers"])
     waiting = list(reversed(units))
     pipes: dict[Any, Any] = {}
     try:

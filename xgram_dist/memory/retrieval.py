@@ -29,10 +29,11 @@ def retrieve(slab_SW: Tensor, gates_SJ: Tensor | None, accesses: Accesses, width
     if accesses.token_N is None:
         return [piece.contiguous() for piece in pieces]
     weights_NJ = _weights(gates_SJ, accesses, len(widths), slab_SW.dtype)
-    return [
-        piece.new_zeros(accesses.num_tokens, piece.shape[1]).index_add_(0, accesses.token_N, piece * weights_NJ[:, j : j + 1])
-        for j, piece in enumerate(pieces)
-    ]  # fmt: skip
+    outputs = []
+    for j, piece in enumerate(pieces):
+        out = piece.new_zeros(accesses.num_tokens, piece.shape[1])
+        outputs.append(out.index_add_(0, accesses.token_N, piece * weights_NJ[:, j : j + 1]))
+    return outputs
 
 
 def give_back(

@@ -5,9 +5,13 @@ from pathlib import Path
 from xgram_dist.errors import UserError
 from xgram_dist.report.runs import Run
 
+KINDS = (".png", ".svg", ".pdf")
+
 
 def draw_losses(runs: list[Run], file: Path) -> None:
     """Training loss (thin) and validation loss (dots) against tokens, one colour a run."""
+    if file.suffix.lower() not in KINDS:
+        raise UserError(f"picture '{file}' must end in {', '.join(KINDS)}")
     import matplotlib
 
     matplotlib.use("Agg")
@@ -21,7 +25,7 @@ def draw_losses(runs: list[Run], file: Path) -> None:
         axes.plot([r["step"] * millions for r in points], [r["cross_entropy"] for r in points], colour, lw=1, alpha=0.6)
         checks = [r for r in run.validation if r["loss"] is not None]
         label = run.config.name
-        if checks:
+        if checks and checks[-1]["perplexity"] is not None:
             label += f": validation perplexity {checks[-1]['perplexity']:.2f}"
         axes.plot(
             [r["step"] * millions for r in checks],

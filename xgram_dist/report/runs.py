@@ -8,6 +8,9 @@ from typing import Any
 from xgram_dist.config import Config, load_config
 from xgram_dist.errors import UserError
 
+NEEDED = {"train": ("cross_entropy", "tokens_per_second"), "validation": ("loss", "perplexity")}
+"""What is read of a record, by its kind."""
+
 
 @dataclass(frozen=True)
 class Run:
@@ -22,13 +25,22 @@ def read_run(folder: Path) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
         raise UserError(f"'{folder}' is not a run folder: it has no metrics.jsonl; give the --run folder of a training")
+    try:
+        lines = metrics.read_bytes().splitlines(keepends=True)
+    except OSError as error:
+        raise UserError(f"cannot read '{metrics}': {error.strerror}") from None
+    if lines and not lines[-1].endswith(b"\n"):
+        lines.pop()  # a run that was killed, or is writing this very line
     records = []
-    for number, line in enumerate(metrics.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(lines, start=1):
         try:
             record = json.loads(line)
             kind = record["kind"]
+            complete = {"step", *NEEDED.get(kind, ())} <= record.keys()
         except (ValueError, KeyError, TypeError):
-            raise UserError(f"'{metrics}', line {number} is not a metrics record") from None
+            complete = False
+        if not complete:
+            raise UserError(f"'{metrics}', line {number} is not a metrics record; take the line out to read the rest")
         records.append((kind, record))
     by_kind = {k: [r for kind, r in records if kind == k] for k in ("train", "validation", "end")}
     end = by_kind["end"][-1] if by_kind["end"] else None

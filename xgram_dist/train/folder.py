@@ -1,10 +1,10 @@
 """The run folder: what a run leaves behind.
 
-    config.yaml           the resolved recipe; loading it repeats the run
-    metrics.jsonl         one JSON object a line
-    tensorboard/          the same for TensorBoard
-    routing.npz           the token -> row map, where there is one
-    model.safetensors     weights by name: `backbone.*` and `tables.LAYER.SITE.VIEW.*`
+config.yaml           the resolved recipe; loading it repeats the run
+metrics.jsonl         one JSON object a line
+tensorboard/          the same for TensorBoard
+routing.npz           the token -> row map, where there is one
+model.safetensors     weights by name: `backbone.*` and `tables.LAYER.SITE.VIEW.*`
 """
 
 import os
@@ -34,7 +34,9 @@ def open_run_folder(folder: Path, config: Config, fresh: bool) -> None:
             events.unlink()
         (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
     except OSError as error:
-        raise UserError(f"cannot write the run folder '{folder}': {error.strerror}; choose another with --run") from error
+        raise UserError(
+            f"cannot write the run folder '{folder}': {error.strerror}; choose another with --run"
+        ) from error
 
 
 def save_weights(folder: Path, model: torch.nn.Module, lookup: Lookup, step: int) -> Path:

@@ -5,6 +5,7 @@
 Ctrl-C (or SIGTERM) ends after the current step, with weights and metrics written.
 """
 
+import os
 import signal
 import time
 from pathlib import Path
@@ -50,7 +51,8 @@ class Stop:
         if self.signal is not None:
             raise KeyboardInterrupt
         self.signal = number
-        print("stopping after this step (once more: at once)", flush=True)
+        # Not print: this may interrupt one, and a stream does not let itself be written to twice at a time.
+        os.write(2, b"stopping after this step (once more: at once)\n")
 
 
 class Trainer:

@@ -20,7 +20,9 @@ def resolve_routing(config: Config, data: PreparedData) -> Routing | None:
     settings = config.memory.routing
     if settings.file is not None:
         return _checked(Routing.load(Path(settings.file)), config, settings.file)
-    source = Path(settings.frequencies) if settings.frequencies is not None else data.folder / "counts.npz"
+    # Not the folder the shards are read from: that may be a cache, which holds shards alone.
+    prepared = Path(config.data.path) if config.data.path is not None else data.folder
+    source = Path(settings.frequencies) if settings.frequencies is not None else prepared / "counts.npz"
     if not source.exists():
         raise UserError(f"the data set has no '{source}'; set memory.routing.file or memory.routing.frequencies")
     frequencies = load_frequencies(source, vocabulary=config.model.vocabulary)

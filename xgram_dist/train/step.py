@@ -27,7 +27,7 @@ def train_step(
 ) -> StepResult:
     device = model.embedding.device
     tokens_ABT = tokens_ABT.to(device, non_blocking=True)
-    warmup = torch.tensor(warmup_factor(config, step), device=device)
+    warmup = torch.tensor(warmup_factor(config, step), device=device, dtype=torch.float64)
     working = lookup.fetch(tokens_ABT)
     losses, entropies = [], []
     for tokens_BT, slots_BT in zip(tokens_ABT, working.slots, strict=True):

@@ -11,7 +11,7 @@ from xgram_dist.model.transformer import Transformer
 def validate(model: Transformer, lookup: Lookup, batches: list[Tensor], warmup: float) -> float:
     """Mean over batches of equal shape; `warmup` is the injection's factor at the present step."""
     device = model.embedding.device
-    factor = torch.tensor(warmup, device=device)
+    factor = torch.tensor(warmup, device=device, dtype=torch.float64)
     total = torch.zeros((), device=device, dtype=torch.float64)
     for tokens in batches:
         tokens_BT = tokens.to(device, non_blocking=True)

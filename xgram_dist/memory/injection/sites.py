@@ -31,8 +31,9 @@ class SiteInjection(nn.Module):
         self.gain = nn.Parameter(torch.ones(settings.views))
         factor = math.sqrt(layer + 1) if memory.injection.depth_scaling else 1.0
         factor *= 1 / math.sqrt(settings.views) if memory.injection.view_norm else 1.0
-        # A tensor, not a number: blocks of all layers then share one compiled graph.
-        self.register_buffer("scale", torch.tensor(factor), persistent=False)
+        # A tensor, not a number: blocks of all layers then share one compiled graph. Of no dimension, so fp64 here
+        # does not widen what it multiplies.
+        self.register_buffer("scale", torch.tensor(factor, dtype=torch.float64), persistent=False)
         self.warmed_up = memory.injection.warmup
         kernels = settings.kernels[:1] if memory.extraction.shared else settings.kernels
         distinct = 1 if memory.extraction.shared else settings.views

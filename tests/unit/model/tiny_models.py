@@ -1,0 +1,120 @@
+"""Small models for numeric tests, and the paper's formulas written as plainly as possible."""
+
+import copy
+
+import numpy as np
+import torch
+
+from xgram_dist.config import build_config
+from xgram_dist.memory.layout import num_views, routing_settings
+from xgram_dist.memory.local_tables import LocalTables
+from xgram_dist.memory.routing.build import build_routing
+from xgram_dist.model.initial import initialise
+from xgram_dist.model.transformer import Transformer
+
+CPU = torch.device("cpu")
+
+BASE = {
+    "name": "tiny",
+    "model": {
+        "vocabulary": 120,
+        "layers": 3,
+        "width": 16,
+        "ffn_width": 24,
+        "heads": 4,
+        "kv_heads": 2,
+        "sequence_length": 12,
+    },
+    "memory": {
+        "method": "xgram",
+        "compression": 0.5,
+        "sites": {"v": {"views": 2, "kernels": [3, 5]}},
+        "routing": {"vip": 4, "buckets": 4},
+    },
+    "train": {"precision": "fp32", "global_batch": 4, "micro_batch": 2, "steps": 100},
+}
+
+
+def config(**sections):
+    """BASE with keys replaced: config(memory={"compression": 1.0})."""
+    tree = copy.deepcopy(BASE)
+    for section, values in sections.items():
+        if isinstance(values, dict):
+            tree.setdefault(section, {}).update(values)
+        else:
+            tree[section] = values
+    return build_config(tree)
+
+
+def routing(settings):
+    if settings.memory.method == "vanilla" or settings.memory.compression == 1:
+        return None
+    counts = 1000.0 / (np.arange(settings.model.vocabulary) * 7 % settings.model.vocabulary + 1.0)
+    return build_routing(counts / counts.sum(), routing_settings(settings), num_views(settings))
+
+
+def tables(settings, dtype=torch.float32):
+    made = LocalTables(settings, routing(settings), CPU)
+    for state in made.states:
+        state.rows, state.rows_grad = state.rows.to(dtype), state.rows_grad.to(dtype)
+        if state.gates is not None:
+            # Not all alike, so that a gate read from the wrong row or table shows.
+            noise = torch.randn(state.gates.shape, generator=torch.Generator().manual_seed(5))
+            state.gates = (state.gates + noise).to(dtype)
+            state.gates_grad = state.gates_grad.to(dtype)
+    return made
+
+
+def model(settings, dtype=torch.float32, end_of_text=None):
+    made = Transformer(settings, dtype, end_of_text)
+    initialise(made, settings)
+    # Move what starts at a special value, so that a forgotten factor shows.
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            if ".sites." in name:
+                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return made.to(dtype)
+
+
+def tokens(settings, *shape, seed=0):
+    return torch.randint(0, settings.model.vocabulary, shape, generator=torch.Generator().manual_seed(seed))
+
+
+def literal_retrieval(made, name, token):
+    """e(token) of one table, as a loop over the accesses of the token."""
+    for state in made.states:
+        for number, (table, columns) in enumerate(state.slab.columns().items()):
+            if table != name:
+                continue
+            if state.row_map is None:
+                return state.rows[token, columns].clone()
+            begin, end = state.row_map.offsets[token], state.row_map.offsets[token + 1]
+            total = torch.zeros(columns.stop - columns.start, dtype=state.rows.dtype)
+            for entry in range(int(begin), int(end)):
+                row = int(state.row_map.rows[entry])
+                factor = state.row_map.coefficients[entry].to(total.dtype)
+                if state.gates is not None:
+                    factor = factor * torch.sigmoid(state.gates[row, number])
+                total = total + factor * state.rows[row, columns]
+            return total
+    raise KeyError(name)
+
+
+def literal_shortconv(extractor, e_TW, documents=None):
+    """The gated convolution of one sequence, as sums over positions and taps."""
+    n = e_TW / torch.sqrt((e_TW**2).mean(1, keepdim=True) + 1e-5) if extractor.normalised else e_TW
+    out = torch.zeros_like(e_TW)
+    for t in range(e_TW.shape[0]):
+        content = torch.zeros_like(e_TW[0])
+        gate = torch.zeros_like(e_TW[0]) + (extractor.gate_bias if extractor.gate_bias is not None else 0)
+        for j in range(extractor.taps):
+            if t - j < 0 or (documents is not None and documents[t - j] != documents[t]):
+                continue
+            content = content + extractor.content[j] * n[t - j]
+            if extractor.gate is not None:
+                gate = gate + extractor.gate[j] * n[t - j]
+        if extractor.gate is not None:
+            content = content * gate / (1 + torch.exp(-gate))
+        out[t] = e_TW[t] + content
+    return out
