@@ -9,11 +9,11 @@ class UserError(Exception):
     """One sentence for the person at the keyboard."""
 
 
-def nearest(name: str, valid: list[str]) -> str:
-    """`; did you mean 'x'?` for the closest valid name, else the valid names themselves."""
+def nearest(name: str, valid: list[str], prefix: str = "") -> str:
+    """`; did you mean 'x'?` for the closest valid name, `prefix` before it, else the valid names themselves."""
     import difflib
 
     close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
     if close:
-        return f"; did you mean '{close[0]}'?"
+        return f"; did you mean '{prefix}{close[0]}'?"
     return f"; valid: {', '.join(valid)}" if valid else ""

@@ -105,8 +105,8 @@ def _parse(text: str) -> Any:
 
 
 def _similar_file(path: Path) -> str:
-    beside = [str(found) for found in path.parent.glob("*.yaml")] if path.parent.is_dir() else []
-    return nearest(str(path), sorted(beside)) if beside else ""
+    beside = sorted(found.name for found in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    return nearest(path.name, beside, prefix=f"{path.parent}/")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -213,6 +213,4 @@ def _nearest_key(path: tuple[str, ...]) -> str:
     model: Any = Config
     for part in path[:-1]:
         model = model["value"] if isinstance(model, dict) else _inner(model.model_fields[part].annotation)
-    prefix = ".".join(path[:-1])
-    names = [f"{prefix}.{name}" if prefix else name for name in model.model_fields]
-    return nearest(".".join(path), names)
+    return nearest(path[-1], list(model.model_fields), prefix="".join(f"{part}." for part in path[:-1]))

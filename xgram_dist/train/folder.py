@@ -4,7 +4,7 @@ config.yaml           the resolved recipe; loading it repeats the run
 metrics.jsonl         one JSON object a line
 tensorboard/          the same for TensorBoard
 routing.npz           the token -> row map, where there is one
-model.safetensors     weights by name: `backbone.*` and `tables.LAYER.SITE.VIEW.*`
+model.safetensors     weights by name: `backbone.*` and `tables.layers.LAYER.SITE.VIEW.*`
 """
 
 import os
@@ -22,10 +22,14 @@ METRICS, CONFIG, WEIGHTS, ROUTING = "metrics.jsonl", "config.yaml", "model.safet
 OWN = (METRICS, CONFIG, WEIGHTS, ROUTING)
 
 
-def open_run_folder(folder: Path, config: Config, fresh: bool) -> None:
-    """Make the folder and write the config. A folder with a run in it is taken only when told."""
+def check_run_folder(folder: Path, fresh: bool) -> None:
+    """A folder with a run in it is taken only when told."""
     if (folder / METRICS).exists() and not fresh:
         raise UserError(f"'{folder}' already holds a run; choose another with --run DIR, or start over with --fresh")
+
+
+def open_run_folder(folder: Path, config: Config) -> None:
+    """Make the folder, clear it of an earlier run, and write the config."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for name in OWN:

@@ -24,7 +24,7 @@ from xgram_dist.optim.schedule import learning_rate, warmup_factor
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.device import choose_device, make_deterministic, synchronize
 from xgram_dist.train.build import build_lookup, build_model
-from xgram_dist.train.folder import ROUTING, open_run_folder, save_weights
+from xgram_dist.train.folder import ROUTING, check_run_folder, open_run_folder, save_weights
 from xgram_dist.train.metrics import Metrics, perplexity, status_line
 from xgram_dist.train.routing import resolve_routing
 from xgram_dist.train.step import train_step
@@ -60,6 +60,7 @@ class Trainer:
 
     def __init__(self, config: Config, folder: Path, fresh: bool):
         check_files(config)
+        check_run_folder(folder, fresh)
         make_deterministic(config.train.deterministic)
         self.config, self.folder, self.device = config, folder, choose_device()
         where: dict[str, Any] = {"remote": config.data.remote, "cache": config.data.cache}
@@ -84,7 +85,7 @@ class Trainer:
         self.model = build_model(config, self.device, self.data.manifest.end_of_text)
         self.lookup = build_lookup(config, routing, self.device)
         self.optimizer = Optimizer(config, self.model, self.lookup)
-        open_run_folder(folder, config, fresh)
+        open_run_folder(folder, config)
         if routing is not None:
             routing.save(folder / ROUTING)
         self.metrics = Metrics(folder, config.train.steps)

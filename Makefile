@@ -1,0 +1,49 @@
+# make demo   from nothing to a trained X-gram model beside its vanilla twin
+# make test   all tests (lint, types, pytest)
+PYTHON ?= $(shell command -v python3.11 || command -v python3)
+BIN := .venv/bin
+RUN := $(BIN)/xgram-dist
+
+.PHONY: demo test lint lock reference clean
+
+.venv/installed: requirements.lock pyproject.toml
+	@echo "== environment in .venv (a few minutes, once)"
+	$(PYTHON) -m venv --clear .venv
+	$(BIN)/pip install --disable-pip-version-check --no-deps -r requirements.lock
+	$(BIN)/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+demo: .venv/installed
+	@echo "== 1/5 documents -> tokenizer -> shards: the text every Python installation has"
+	$(RUN) prepare --train-bpe 4096 --chunk-tokens 1024 --validation 0.03 --out data/demo
+	@echo "== 2/5 token frequencies"
+	$(RUN) frequencies data/demo --vocabulary 4096 --out data/demo-frequencies.npz
+	@echo "== 3/5 routing: token -> table rows"
+	$(RUN) route --frequencies data/demo-frequencies.npz --vocabulary 4096 --compression 0.5 --views 2 \
+	    --vip 50 --buckets 16 --out data/demo-routing.npz
+	@echo "== 4/5 training: vanilla, then X-gram, on the same batches"
+	$(RUN) train recipes/tiny/vanilla.yaml --fresh
+	$(RUN) train recipes/tiny/xgram.yaml memory.routing.file=data/demo-routing.npz --fresh
+	@echo "== 5/5 result"
+	$(RUN) report runs/tiny-vanilla runs/tiny-xgram --picture runs/demo.png
+
+test: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --durations=5
+
+lint: .venv/installed
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Resolve all dependencies anew (about ten minutes) and pin them.
+lock:
+	$(PYTHON) -m venv --clear .venv-lock
+	.venv-lock/bin/pip install --quiet --dry-run --ignore-installed --report .venv-lock/report.json '.[deepspeed,eval,dev]'
+	$(PYTHON) tools/lock.py .venv-lock/report.json > requirements.lock
+	rm -rf .venv-lock
+
+reference: .venv/installed
+	$(BIN)/python tools/config_reference.py > docs/configuration.md
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

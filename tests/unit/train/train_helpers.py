@@ -1,0 +1,67 @@
+"""A model small enough to train in a second, on a data set that the real `prepare` made."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+from xgram_dist.config import Config, build_config
+
+VOCABULARY, LAYERS, WIDTH, FFN, KV_WIDTH, LENGTH = 320, 2, 32, 48, 16, 32
+ROWS = 160
+VIEWS = 2
+WORDS = "the of table row token vector gradient owner rank step while return class import batch état 数据".split()
+
+
+def make_documents(count: int) -> list[str]:
+    chooser = random.Random(5)
+    return [" ".join(chooser.choices(WORDS, k=chooser.randint(20, 80))) for _ in range(count)]
+
+
+def small_tree(data: Path, method: str = "xgram") -> dict[str, Any]:
+    memory: dict[str, Any] = {"method": method}
+    if method == "xgram":
+        memory |= {
+            "compression": 0.5,
+            "sites": {"v": {"views": VIEWS, "kernels": [3, 5]}},
+            "routing": {"vip": 10, "buckets": 4},
+        }
+    return {
+        "name": f"small-{method}",
+        "model": {
+            "vocabulary": VOCABULARY,
+            "layers": LAYERS,
+            "width": WIDTH,
+            "ffn_width": FFN,
+            "heads": 4,
+            "kv_heads": 2,
+            "sequence_length": LENGTH,
+        },
+        "memory": memory,
+        "data": {"path": str(data)},
+        "train": {
+            "steps": 4,
+            "global_batch": 8,
+            "micro_batch": 4,
+            "precision": "fp32",
+            "log_every": 1,
+            "validation_sequences": 8,
+        },
+    }
+
+
+def small_config(data: Path, method: str = "xgram", **sections: dict[str, Any]) -> Config:
+    """`small_config(data, "vanilla", train={"steps": 2})`"""
+    tree = small_tree(data, method)
+    for section, values in sections.items():
+        tree[section] = {**tree.get(section, {}), **values}
+    return build_config(tree)
+
+
+def read_metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
+    records = [json.loads(line, parse_constant=_refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [record for record in records if kind in (None, record["kind"])]
+
+
+def _refuse(constant: str) -> None:
+    raise AssertionError(f"{constant} is not JSON")
