@@ -29,12 +29,14 @@ class Optimizer:
         )
 
     @torch.no_grad()
-    def step(self, step: int) -> Tensor:
-        """Clip by the joint norm and update; returns the norm. Where it is not finite, nothing is changed."""
+    def step(self, step: int, loss: Tensor) -> tuple[Tensor, bool]:
+        """Clip by the joint norm and update. Returns the norm, and whether the step counted: where the norm or the
+        loss is not finite, nothing is changed."""
         norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
         if self.tables is not None:
             norm = torch.sqrt(norm.square() + self.tables.gradient_square_sum())
-        if bool(torch.isfinite(norm)):  # the one host sync of a step
+        finite = bool(torch.isfinite(norm + loss))  # the one host sync of a step
+        if finite:
             self._clip(norm)
             for group in self.adamw.param_groups:
                 group["lr"] = learning_rate(self.config, step)
@@ -44,7 +46,7 @@ class Optimizer:
         self.adamw.zero_grad()
         if self.tables is not None:
             self.tables.clear_gradients()
-        return norm
+        return norm, finite
 
     def _clip(self, norm: Tensor) -> None:
         limit = self.config.optimizer.clip_norm

@@ -27,7 +27,7 @@ from xgram_dist.train.build import build_lookup, build_model
 from xgram_dist.train.folder import ROUTING, check_run_folder, open_run_folder, save_weights
 from xgram_dist.train.metrics import Metrics, perplexity, status_line
 from xgram_dist.train.routing import resolve_routing
-from xgram_dist.train.step import train_step
+from xgram_dist.train.step import StepResult, train_step
 from xgram_dist.train.validate import validate
 
 
@@ -100,7 +100,7 @@ class Trainer:
                 for step in range(1, train.steps + 1):
                     batch = next(self.loader)
                     result = train_step(self.config, self.model, self.lookup, self.optimizer, batch.tokens, step)
-                    self._count_skipped(step, result.loss, result.gradient_norm)
+                    self._count_skipped(step, result)
                     self._interval.add(batch.tokens.numel(), result.distinct)
                     if step % train.log_every == 0 or step in (1, train.steps):
                         self._interval.report(step, result)
@@ -112,14 +112,15 @@ class Trainer:
         finally:
             self.metrics.close()
 
-    def _count_skipped(self, step: int, loss: torch.Tensor, norm: torch.Tensor) -> None:
-        if bool(torch.isfinite(norm)):
+    def _count_skipped(self, step: int, result: StepResult) -> None:
+        if result.counted:
             self.skipped_in_a_row = 0
             return
+        loss, norm = float(result.loss), float(result.gradient_norm)
         self.skipped += 1
         self.skipped_in_a_row += 1
-        print(f"step {step}: skipped, gradient norm {float(norm)}, loss {float(loss)}", flush=True)
-        self.metrics.write("skipped", step, loss=float(loss), gradient_norm=float(norm))
+        print(f"step {step}: skipped, gradient norm {norm}, loss {loss}", flush=True)
+        self.metrics.write("skipped", step, loss=loss, gradient_norm=norm)
         if self.skipped_in_a_row > self.config.train.max_skipped:
             raise UserError(
                 f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {step} "
@@ -136,6 +137,7 @@ class Trainer:
         return entropy
 
     def _finish(self, step: int, stopped: int | None) -> int:
+        rate = self._interval.overall()  # before the weights are written, which is not training
         entropy = self._validate(step) if stopped is None else None
         weights = save_weights(self.folder, self.model, self.lookup, step)
         hit, rows = self.lookup.rows_hit() if isinstance(self.lookup, LocalTables) else (0, 0)
@@ -146,7 +148,7 @@ class Trainer:
             validation_loss=entropy,
             validation_perplexity=None if entropy is None else perplexity(entropy),
             tokens=self.loader.position * self.config.model.sequence_length,
-            tokens_per_second=self._interval.overall(),
+            tokens_per_second=rate,
             skipped=self.skipped,
             rows_hit=hit,
             rows=rows,

@@ -1,6 +1,7 @@
 """One optimizer step: fetch, compute, give back, update.
 
-In: the tokens of all micro-batches of the step [A,B,T]. Out: loss, cross-entropy, gradient norm, as tensors.
+In: the tokens of all micro-batches of the step [A,B,T]. Out: loss, cross-entropy and gradient norm as
+tensors, and whether the step counted.
 """
 
 from typing import NamedTuple
@@ -19,6 +20,7 @@ class StepResult(NamedTuple):
     loss: Tensor
     cross_entropy: Tensor
     gradient_norm: Tensor
+    counted: bool
     distinct: int
 
 
@@ -36,5 +38,6 @@ def train_step(
         losses.append(loss.detach())
         entropies.append(entropy)
     lookup.give_back(working)
-    norm = optimizer.step(step)
-    return StepResult(torch.stack(losses).mean(), torch.stack(entropies).mean(), norm, working.keys.numel())
+    loss = torch.stack(losses).mean()
+    norm, counted = optimizer.step(step, loss)
+    return StepResult(loss, torch.stack(entropies).mean(), norm, counted, working.keys.numel())

@@ -170,8 +170,10 @@ def test_plan_prints_a_table_and_the_same_figures_as_json(capsys: pytest.Capture
     assert figures["method"] == "xgram"
     assert figures["backbone_parameters"] == 726_325_248
     assert figures["table_parameters"] == 1_166_868_480
-    for value in (*(v for v in figures.values() if isinstance(v, int)), "0.73b-xgram-1x-50"):
-        assert (f"{value:,}" if isinstance(value, int) else value) in text
+    assert "0.73b-xgram-1x-50" in text
+    for value in figures.values():
+        if isinstance(value, int):
+            assert f"{value:,}" in text
     assert f"{figures['relative_flops']:.4f}x" in text
 
 

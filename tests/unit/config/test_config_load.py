@@ -205,9 +205,9 @@ def test_a_tag_that_would_run_code_is_refused_and_nothing_runs(
 def test_a_config_cannot_be_changed() -> None:
     config = build_config(small_tree())
     with pytest.raises(ValidationError, match="frozen"):
-        config.train.steps = 5  # type: ignore[misc]
+        config.train.steps = 5
     with pytest.raises(ValidationError, match="frozen"):
-        config.memory.sites["v"].views = 5  # type: ignore[misc]
+        config.memory.sites["v"].views = 5
     assert config == build_config(small_tree())
 
 

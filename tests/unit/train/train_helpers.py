@@ -10,7 +10,7 @@ from xgram_dist.config import Config, build_config
 VOCABULARY, LAYERS, WIDTH, FFN, KV_WIDTH, LENGTH = 320, 2, 32, 48, 16, 32
 ROWS = 160
 VIEWS = 2
-WORDS = "the of table row token vector gradient owner rank step while return class import batch état 数据".split()
+WORDS = ["the", "of", "table", "row", "token", "vector", "gradient", "rank", "step", "while", "return", "état", "数据"]
 
 
 def make_documents(count: int) -> list[str]:
@@ -50,7 +50,7 @@ def small_tree(data: Path, method: str = "xgram") -> dict[str, Any]:
     }
 
 
-def small_config(data: Path, method: str = "xgram", **sections: dict[str, Any]) -> Config:
+def small_config(data: Path, method: str = "xgram", /, **sections: dict[str, Any]) -> Config:
     """`small_config(data, "vanilla", train={"steps": 2})`"""
     tree = small_tree(data, method)
     for section, values in sections.items():
