@@ -64,7 +64,8 @@ def build_config(tree: dict[str, Any]) -> Config:
 def dump_config(config: Config) -> str:
     """The resolved recipe as YAML; loading it gives the same config."""
     tree = config.model_dump(mode="json")
-    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=True))
+    # Letters beyond ASCII are escaped: written as they are, not all of them are read back (a next-line character).
+    return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=False))
 
 
 def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:

@@ -12,8 +12,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from xgram_dist.config import Config
 from xgram_dist.config.check import check_files
 from xgram_dist.data.dataset import PreparedData

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 from config_helpers import RECIPES, small_tree, write_recipe
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
@@ -219,6 +219,7 @@ tricky = st.sampled_from(
 )
 
 
+@example(name="1e5", path="\x85 数据\n", weights={"1E-3": 1.0}, rate=1e-300, layers="all", multiplier=1e300)
 @settings(max_examples=60, deadline=None)
 @given(
     name=names | st.sampled_from(["1e5", "12", "0x1f", "null", "1_000", "2024-01-01"]),

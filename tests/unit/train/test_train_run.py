@@ -173,6 +173,11 @@ def test_validation_comes_at_intervals_and_at_the_end(finished: Path) -> None:
     assert (end["validation_loss"], end["validation_perplexity"]) == (checks[-1]["loss"], checks[-1]["perplexity"])
 
 
+def test_the_last_step_is_validated_once(data: Path, tmp_path: Path) -> None:
+    run = train(small_config(data, "vanilla", train={"steps": 4, "validate_every": 2}), tmp_path / "run")
+    assert [record["step"] for record in read_metrics(run, "validation")] == [2, 4]
+
+
 def test_the_validation_loss_is_the_cross_entropy_of_the_saved_weights(data: Path, tmp_path: Path) -> None:
     config = small_config(data, "vanilla", train={"steps": 3})
     run = train(config, tmp_path / "run")
