@@ -1,18 +1,21 @@
-"""Tables that lie whole in one process: the reference that every other layout must equal.
+"""The rows one process owns: all of them, or its share.
 
-Implements `Lookup` (working_set.py): fetch distinct tokens, give their gradients back. Rows, gates and their
-gradients are dense tensors that stay allocated; `touched` names the rows whose gradient is not zero, so that norm,
-clipping and clearing cost what was hit and not what there is.
+Implements `Lookup` (working_set.py) for a process that owns all rows: fetch distinct tokens, give their gradients
+back. `sharded_tables.py` puts an exchange around it where rows are spread over ranks. Rows, gates and their gradients
+are dense tensors that stay allocated; `touched` names the rows whose gradient is not zero, so that norm, clipping and
+clearing cost what was hit and not what there is.
 """
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from xgram_dist.config import Config
 from xgram_dist.memory.initial import initial_rows
 from xgram_dist.memory.layout import Slab, plan_slabs
+from xgram_dist.memory.placement import Placement, plan_placement
 from xgram_dist.memory.retrieval import Accesses, give_back, retrieve
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.working_set import WorkingSet
@@ -22,13 +25,15 @@ INIT_ELEMENTS = 1 << 24
 
 
 class RowMap:
-    """One view's token -> (row, coefficient) lists, on the device."""
+    """One view's token -> (local row, coefficient) lists of the rows owned here, on the device."""
 
-    def __init__(self, routing: Routing, view: int, device: torch.device):
+    def __init__(self, routing: Routing, view: int, placement: Placement, rank: int, device: torch.device):
         lists = routing.views[view]
-        self.offsets = torch.tensor(lists.offsets, device=device, dtype=torch.int64)
-        self.rows = torch.tensor(lists.rows, device=device, dtype=torch.int64)
-        self.coefficients = torch.tensor(lists.coefficients, device=device, dtype=torch.float32)
+        mine = placement.owner[lists.rows] == rank
+        before = np.concatenate(([0], np.cumsum(mine)))  # accesses kept before each entry
+        self.offsets = torch.tensor(before[lists.offsets], device=device, dtype=torch.int64)
+        self.rows = torch.tensor(placement.local[lists.rows[mine]], device=device, dtype=torch.int64)
+        self.coefficients = torch.tensor(lists.coefficients[mine], device=device, dtype=torch.float32)
 
     def accesses(self, keys_U: Tensor) -> Accesses:
         """All accesses of the tokens, token by token."""
@@ -46,6 +51,10 @@ class SlabState:
 
     slab: Slab
     row_map: RowMap | None
+    owned: Tensor
+    """Global number of each row held here, ascending."""
+    to_local: Tensor | None
+    """Without hashing and with several ranks: local row of each token."""
     rows: Tensor
     rows_grad: Tensor
     gates: Tensor | None
@@ -58,27 +67,53 @@ class SlabState:
         return [table.width for table in self.slab.tables]
 
     def accesses(self, keys_U: Tensor) -> Accesses:
-        return Accesses(keys_U, None, None, keys_U.numel()) if self.row_map is None else self.row_map.accesses(keys_U)
+        """The accesses of these tokens to rows owned here."""
+        if self.row_map is not None:
+            return self.row_map.accesses(keys_U)
+        return Accesses(keys_U if self.to_local is None else self.to_local[keys_U], None, None, keys_U.numel())
+
+    def add_gradients(self, grads: list[Tensor | None], accesses: Accesses) -> None:
+        """Gradients of the retrieved vectors, one tensor a table, to the rows and gates they came from."""
+        give_back(grads, self.rows, self.gates, accesses, self.widths, self.rows_grad, self.gates_grad)
+        self.hit[accesses.rows_N] = True
+        before = self.touched if self.touched is not None else accesses.rows_N[:0]
+        self.touched = torch.unique(torch.cat((before, accesses.rows_N)))
 
 
 class LocalTables:
-    def __init__(self, config: Config, routing: Routing | None, device: torch.device):
+    def __init__(
+        self,
+        config: Config,
+        routing: Routing | None,
+        device: torch.device,
+        placement: Placement | None = None,
+        rank: int = 0,
+    ):
         assert (routing is None) == (config.memory.compression == 1)
-        self.vip_rows = routing.vip_rows if routing is not None else 0
+        slabs = plan_slabs(config)
+        placement = placement or plan_placement(routing, slabs[0].rows, 1)
+        owned = torch.tensor(placement.rows_of(rank), device=device, dtype=torch.int64)
+        self.vip_rows = int((owned < routing.vip_rows).sum()) if routing is not None else 0
         self.states: list[SlabState] = []
         gated = config.memory.row_gates and config.memory.compression < 1
-        for slab in plan_slabs(config):
-            rows = _initial_slab(slab, config, device)
-            gates = torch.full((slab.rows, len(slab.tables)), config.memory.row_gate_init, device=device)
+        to_local = None
+        if routing is None and placement.ranks > 1:
+            to_local = torch.tensor(placement.local, device=device)
+        for slab in slabs:
+            rows = _initial_slab(slab, owned, config, device)
+            gates = torch.full((len(owned), len(slab.tables)), config.memory.row_gate_init, device=device)
+            row_map = RowMap(routing, slab.view, placement, rank, device) if routing is not None else None
             self.states.append(
                 SlabState(
                     slab=slab,
-                    row_map=RowMap(routing, slab.view, device) if routing is not None else None,
+                    row_map=row_map,
+                    owned=owned,
+                    to_local=to_local,
                     rows=rows,
                     rows_grad=torch.zeros_like(rows),
                     gates=gates if gated else None,
                     gates_grad=torch.zeros_like(gates) if gated else None,
-                    hit=torch.zeros(slab.rows, dtype=torch.bool, device=device),
+                    hit=torch.zeros(len(owned), dtype=torch.bool, device=device),
                 )
             )
 
@@ -98,10 +133,7 @@ class LocalTables:
     def give_back(self, working: WorkingSet) -> None:
         for state, accesses in zip(self.states, working.context["accesses"], strict=True):
             grads = [working.values[table.name].grad for table in state.slab.tables]
-            give_back(grads, state.rows, state.gates, accesses, state.widths, state.rows_grad, state.gates_grad)
-            state.hit[accesses.rows_N] = True
-            before = state.touched if state.touched is not None else accesses.rows_N[:0]
-            state.touched = torch.unique(torch.cat((before, accesses.rows_N)))
+            state.add_gradients(grads, accesses)
 
     def gradient_square_sum(self) -> Tensor:
         """Sum of the squared gradients of rows and gates, for the joint norm."""
@@ -130,12 +162,12 @@ class LocalTables:
         return found
 
     def rows_hit(self) -> tuple[int, int]:
-        """(distinct rows read in training so far, rows), over all tables."""
+        """(distinct rows read in training so far, rows held here), over all tables."""
         hit = sum(int(state.hit.sum()) * len(state.slab.tables) for state in self.states)
-        return hit, sum(state.slab.rows * len(state.slab.tables) for state in self.states)
+        return hit, sum(len(state.owned) * len(state.slab.tables) for state in self.states)
 
     def named_tensors(self) -> dict[str, Tensor]:
-        """Rows and gates by table name: `NAME.rows` [S, width], `NAME.gates` [S]."""
+        """The rows held here, and their gates, by table name: `NAME.rows` [S, width], `NAME.gates` [S]."""
         found = {}
         for state in self.states:
             for number, (name, columns) in enumerate(state.slab.columns().items()):
@@ -145,13 +177,13 @@ class LocalTables:
         return found
 
 
-def _initial_slab(slab: Slab, config: Config, device: torch.device) -> Tensor:
-    values = torch.empty(slab.rows, slab.width, device=device)
+def _initial_slab(slab: Slab, owned: Tensor, config: Config, device: torch.device) -> Tensor:
+    values = torch.empty(len(owned), slab.width, device=device)
     for table in slab.tables:
         columns = slab.columns()[table.name]
         step = max(1, INIT_ELEMENTS // table.width)
-        for start in range(0, slab.rows, step):
-            rows = torch.arange(start, min(start + step, slab.rows), device=device)
+        for start in range(0, len(owned), step):
+            rows = owned[start : start + step]
             part = initial_rows(rows, table.width, config.model.init_std, config.train.seed, table.name)
             values[start : start + step, columns] = part
     return values

@@ -1,5 +1,8 @@
 """One update of everything: joint gradient norm, clipping, then backbone and tables.
 
+The backbone is replicated: its gradients are averaged over ranks in one all-reduce. Tables are updated by the ranks
+that own their rows. One more all-reduce, of a scalar, joins their norms.
+
 Backbone matrices decay; its vectors and scalars (norms, biases, injection gains) do not.
 """
 
@@ -7,17 +10,19 @@ import torch
 from torch import Tensor, nn
 
 from xgram_dist.config import Config
-from xgram_dist.memory.local_tables import LocalTables
+from xgram_dist.memory.sharded_tables import owned_tables
 from xgram_dist.memory.working_set import Lookup
 from xgram_dist.optim.schedule import learning_rate
 from xgram_dist.optim.tables import TableOptimizer
+from xgram_dist.parallel.ranks import Ranks
 
 
 class Optimizer:
-    def __init__(self, config: Config, model: nn.Module, lookup: Lookup):
+    def __init__(self, config: Config, model: nn.Module, lookup: Lookup, ranks: Ranks | None = None):
         self.config = config
+        self.ranks = ranks or Ranks()
         self.parameters = list(model.parameters())
-        self.tables = lookup if isinstance(lookup, LocalTables) else None
+        self.tables = owned_tables(lookup)
         self.table_optimizer = TableOptimizer(config, self.tables) if self.tables is not None else None
         optimizer = config.optimizer
         groups = [
@@ -32,9 +37,11 @@ class Optimizer:
     def step(self, step: int, loss: Tensor) -> tuple[Tensor, bool]:
         """Clip by the joint norm and update. Returns the norm, and whether the step counted: where the norm or the
         loss is not finite, nothing is changed."""
-        norm = torch.nn.utils.get_total_norm([p.grad for p in self.parameters if p.grad is not None])
+        gradients = [p.grad for p in self.parameters if p.grad is not None]
+        self.ranks.all_reduce_mean(gradients)
+        norm = torch.nn.utils.get_total_norm(gradients)
         if self.tables is not None:
-            norm = torch.sqrt(norm.square() + self.tables.gradient_square_sum())
+            norm = torch.sqrt(norm.square() + self.ranks.all_reduce_sum(self.tables.gradient_square_sum()))
         finite = bool(torch.isfinite(norm + loss))  # the one host sync of a step
         if finite:
             self._clip(norm)

@@ -8,10 +8,12 @@ import torch
 from xgram_dist.config import Config
 from xgram_dist.memory.local_tables import LocalTables
 from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.memory.sharded_tables import ShardedTables
 from xgram_dist.memory.working_set import Lookup, NoTables
 from xgram_dist.model.initial import initialise
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.device import DTYPES
+from xgram_dist.parallel.ranks import Ranks
 
 
 def build_model(config: Config, device: torch.device, end_of_text: int | None = None) -> Transformer:
@@ -24,7 +26,11 @@ def build_model(config: Config, device: torch.device, end_of_text: int | None = 
     return model
 
 
-def build_lookup(config: Config, routing: Routing | None, device: torch.device) -> Lookup:
+def build_lookup(
+    config: Config, routing: Routing | None, device: torch.device, ranks: Ranks | None = None
+) -> Lookup:
     if config.memory.method == "vanilla":
         return NoTables()
+    if ranks is not None and ranks.size > 1:
+        return ShardedTables(config, routing, device, ranks)
     return LocalTables(config, routing, device)

@@ -38,6 +38,8 @@ def train_step(
         losses.append(loss.detach())
         entropies.append(entropy)
     lookup.give_back(working)
-    loss = torch.stack(losses).mean()
-    norm, counted = optimizer.step(step, loss)
-    return StepResult(loss, torch.stack(entropies).mean(), norm, counted, working.keys.numel())
+    # Means over micro-batches and ranks, so that every rank reports, and decides by, the same numbers.
+    means = torch.stack((torch.stack(losses).mean(), torch.stack(entropies).mean()))
+    optimizer.ranks.all_reduce_mean([means])
+    norm, counted = optimizer.step(step, means[0])
+    return StepResult(means[0], means[1], norm, counted, working.keys.numel())

@@ -1,0 +1,69 @@
+"""The ranks of a run, and the collectives it uses.
+
+Made once, from the environment that torchrun, srun or `train --ranks` sets (RANK, WORLD_SIZE, MASTER_ADDR,
+MASTER_PORT), and passed in; with one rank there is no process group and every collective is the identity.
+"""
+
+import os
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+TIMEOUT = timedelta(minutes=10)
+
+
+class Ranks:
+    """This process's rank, the number of ranks, and sums over them."""
+
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None):
+        self.rank, self.size, self.group = rank, size, group
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def all_reduce_mean(self, tensors: list[Tensor]) -> None:
+        """Mean over ranks, in place, as one message: the tensors are of one type."""
+        if self.size == 1 or not tensors:
+            return
+        flat = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        dist.all_reduce(flat, group=self.group)
+        flat /= self.size
+        for tensor, part in zip(tensors, flat.split([t.numel() for t in tensors]), strict=True):
+            tensor.copy_(part.view_as(tensor))
+
+    def all_reduce_sum(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.group)
+        return tensor
+
+    def exchange(self, sent: Tensor, sent_counts: list[int], received_counts: list[int]) -> tuple[Tensor, Any]:
+        """All-to-all of rows, in flight: (buffer to be filled, handle to wait on)."""
+        received = sent.new_empty(sum(received_counts), *sent.shape[1:])
+        handle = dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self.group, async_op=True)
+        return received, handle
+
+    def gather_objects(self, value: Any) -> list[Any]:
+        """Every rank's value (plain data of our own), on every rank."""
+        if self.size == 1:
+            return [value]
+        found: list[Any] = [None] * self.size
+        dist.all_gather_object(found, value, group=self.group)
+        return found
+
+    def close(self) -> None:
+        if self.size > 1:
+            dist.destroy_process_group()
+
+
+def join_ranks(device: torch.device) -> Ranks:
+    """The process group the environment describes."""
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return Ranks()
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, timeout=TIMEOUT)
+    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
