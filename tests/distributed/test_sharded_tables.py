@@ -30,9 +30,9 @@ def train(ranks, case):
     lookup = build_lookup(settings, tiny.routing(settings), tiny.CPU, ranks)
     owned = owned_tables(lookup)
     for state in owned.states:
-        state.rows, state.rows_grad = state.rows.double(), state.rows_grad.double()
+        state.rows = state.rows.double()
         if state.gates is not None:
-            state.gates, state.gates_grad = state.gates.double(), state.gates_grad.double()
+            state.gates = state.gates.double()
     model = tiny.model(settings, torch.float64)
     optimizer = Optimizer(settings, model, lookup, ranks)
     losses, norms = [], []

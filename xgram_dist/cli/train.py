@@ -1,11 +1,14 @@
 """`xgram-dist train`."""
 
 import argparse
+import os
 from pathlib import Path
 
 EXAMPLES = """
   xgram-dist train recipes/tiny/xgram.yaml
+  xgram-dist train recipes/tiny/xgram.yaml --ranks 2
   xgram-dist train recipes/tiny/xgram.yaml train.steps=100 memory.compression=1 --run runs/no-hash
+  torchrun --nproc-per-node 2 -m xgram_dist train recipes/tiny/xgram.yaml
 """
 
 
@@ -14,13 +17,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="change keys of the recipe")
     parser.add_argument("--run", metavar="DIR", help="run folder (default: runs/NAME)")
     parser.add_argument("--fresh", action="store_true", help="start over in a folder that already holds a run")
+    parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine (default 1)")
 
 
 def run(args: argparse.Namespace) -> int:
     from xgram_dist.config import load_config
+    from xgram_dist.config.check import accumulation, check_files
+    from xgram_dist.errors import UserError
 
     config = load_config(args.recipe, args.overrides)
+    folder = Path(args.run) if args.run else Path("runs") / config.name
+    if args.ranks < 1:
+        raise UserError(f"--ranks {args.ranks} is not at least 1")
+    if args.ranks > 1 and "RANK" not in os.environ:
+        from xgram_dist.parallel.launch import launch
+        from xgram_dist.train.folder import check_run_folder
+
+        # What a single look can refuse is refused once, before any rank starts.
+        check_files(config)
+        accumulation(config, args.ranks)
+        check_run_folder(folder, args.fresh)
+        options = ["--run", str(folder), *(["--fresh"] if args.fresh else [])]
+        return launch(["train", args.recipe, *args.overrides, *options], args.ranks)
+    from xgram_dist.parallel.device import choose_device
+    from xgram_dist.parallel.ranks import join_ranks
     from xgram_dist.train.loop import Trainer
 
-    folder = Path(args.run) if args.run else Path("runs") / config.name
-    return Trainer(config, folder, args.fresh).run()
+    ranks = join_ranks(choose_device())
+    try:
+        return Trainer(config, folder, args.fresh, ranks).run()
+    finally:
+        ranks.close()

@@ -36,6 +36,8 @@ def check_files(config: Config) -> None:
         "memory.routing.file": (config.memory.routing.file, "xgram-dist route"),
         "memory.routing.frequencies": (config.memory.routing.frequencies, "xgram-dist frequencies"),
     }
+    if config.memory.method == "vanilla" or config.memory.compression == 1:  # nothing is routed
+        named = {"data.path": named["data.path"]}
     for key, (path, command) in named.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{key} = '{path}' does not exist; make it with '{command}' or set {key}=PATH")

@@ -53,8 +53,8 @@ def run_units(
                     message = pipe.recv()
                 except (EOFError, ConnectionError):
                     raise UserError(
-                        "a worker process was killed, most likely for want of memory; run the same command again with "
-                        "fewer --workers (finished parts are kept)"
+                        "a worker process ended without a word, most often for want of memory; run the same "
+                        "command again with fewer --workers (finished parts are kept)"
                     ) from None
                 if isinstance(message, Report):
                     yield message

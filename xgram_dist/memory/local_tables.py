@@ -1,9 +1,8 @@
 """The rows one process owns: all of them, or its share.
 
 Implements `Lookup` (working_set.py) for a process that owns all rows: fetch distinct tokens, give their gradients
-back. `sharded_tables.py` puts an exchange around it where rows are spread over ranks. Rows, gates and their gradients
-are dense tensors that stay allocated; `touched` names the rows whose gradient is not zero, so that norm, clipping and
-clearing cost what was hit and not what there is.
+back. `sharded_tables.py` puts an exchange around it where rows are spread over ranks. A gradient covers the rows that
+were hit and no others, so that norm and clipping cost what was hit and not what there is.
 """
 
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from xgram_dist.config import Config
 from xgram_dist.memory.initial import initial_rows
 from xgram_dist.memory.layout import Slab, plan_slabs
 from xgram_dist.memory.placement import Placement, plan_placement
-from xgram_dist.memory.retrieval import Accesses, give_back, retrieve
+from xgram_dist.memory.retrieval import Accesses, RowGradient, add, give_back, retrieve
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.working_set import WorkingSet
 
@@ -56,11 +55,9 @@ class SlabState:
     to_local: Tensor | None
     """Without hashing and with several ranks: local row of each token."""
     rows: Tensor
-    rows_grad: Tensor
     gates: Tensor | None
-    gates_grad: Tensor | None
     hit: Tensor
-    touched: Tensor | None = None
+    gradient: RowGradient | None = None
 
     @property
     def widths(self) -> list[int]:
@@ -72,12 +69,11 @@ class SlabState:
             return self.row_map.accesses(keys_U)
         return Accesses(keys_U if self.to_local is None else self.to_local[keys_U], None, None, keys_U.numel())
 
-    def add_gradients(self, grads: list[Tensor | None], accesses: Accesses) -> None:
+    def add_gradients(self, grads: list[Tensor], accesses: Accesses) -> None:
         """Gradients of the retrieved vectors, one tensor a table, to the rows and gates they came from."""
-        give_back(grads, self.rows, self.gates, accesses, self.widths, self.rows_grad, self.gates_grad)
-        self.hit[accesses.rows_N] = True
-        before = self.touched if self.touched is not None else accesses.rows_N[:0]
-        self.touched = torch.unique(torch.cat((before, accesses.rows_N)))
+        new = give_back(grads, self.rows, self.gates, accesses, self.widths)
+        self.gradient = add(self.gradient, new)
+        self.hit[new.touched] = True
 
 
 class LocalTables:
@@ -110,9 +106,7 @@ class LocalTables:
                     owned=owned,
                     to_local=to_local,
                     rows=rows,
-                    rows_grad=torch.zeros_like(rows),
                     gates=gates if gated else None,
-                    gates_grad=torch.zeros_like(gates) if gated else None,
                     hit=torch.zeros(len(owned), dtype=torch.bool, device=device),
                 )
             )
@@ -132,33 +126,28 @@ class LocalTables:
     @torch.no_grad()
     def give_back(self, working: WorkingSet) -> None:
         for state, accesses in zip(self.states, working.context["accesses"], strict=True):
-            grads = [working.values[table.name].grad for table in state.slab.tables]
-            state.add_gradients(grads, accesses)
+            state.add_gradients(working.gradients(state.slab), accesses)
 
     def gradient_square_sum(self) -> Tensor:
         """Sum of the squared gradients of rows and gates, for the joint norm."""
-        total = self.states[0].rows.new_zeros(())
-        for gradient, touched in self._touched_gradients():
-            total = total + gradient.index_select(0, touched).square().sum()
-        return total
+        norms = [torch.linalg.vector_norm(gradient) for gradient in self._gradients()]
+        return torch.stack(norms).square().sum() if norms else self.states[0].rows.new_zeros(())
 
-    def scale_gradients(self, factor: Tensor) -> None:
-        for gradient, touched in self._touched_gradients():
-            gradient.index_copy_(0, touched, gradient.index_select(0, touched) * factor)
+    def scale_gradients(self, factor: float) -> None:
+        for gradient in self._gradients():
+            gradient.mul_(factor)
 
     def clear_gradients(self) -> None:
-        for gradient, touched in self._touched_gradients():
-            gradient.index_fill_(0, touched, 0.0)
         for state in self.states:
-            state.touched = None
+            state.gradient = None
 
-    def _touched_gradients(self) -> list[tuple[Tensor, Tensor]]:
+    def _gradients(self) -> list[Tensor]:
         found = []
         for state in self.states:
-            if state.touched is not None:
-                found.append((state.rows_grad, state.touched))
-                if state.gates_grad is not None:
-                    found.append((state.gates_grad, state.touched))
+            if state.gradient is not None:
+                found.append(state.gradient.rows)
+                if state.gradient.gates is not None:
+                    found.append(state.gradient.gates)
         return found
 
     def rows_hit(self) -> tuple[int, int]:

@@ -75,10 +75,8 @@ class ShardedTables:
         plans: list[SlabPlan] = working.context["plans"]
         flights = []
         for state, plan in zip(self.owned.states, plans, strict=True):
-            leaves = [working.values[table.name] for table in state.slab.tables]
-            grads = [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
             # The loss of the run is the mean over ranks.
-            sent_PW = torch.cat(grads, dim=1).index_select(0, plan.pairs_P) / self.ranks.size
+            sent_PW = torch.cat(working.gradients(state.slab), dim=1).index_select(0, plan.pairs_P) / self.ranks.size
             flights.append(self.ranks.exchange(sent_PW, plan.asked, plan.answered))
         for state, plan, (received_QW, handle) in zip(self.owned.states, plans, flights, strict=True):
             handle.wait()

@@ -17,6 +17,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from xgram_dist.memory.layout import Slab
+
 
 @dataclass
 class WorkingSet:
@@ -28,6 +30,11 @@ class WorkingSet:
     """For each table, by name, the retrieved vectors [U, width]: leaves of the autograd graph."""
     context: dict[str, Any] = field(default_factory=dict)
     """What the lookup needs to take the gradients back."""
+
+    def gradients(self, slab: Slab) -> list[Tensor]:
+        """The gradient of each of the slab's tables; zero where no loss depended on it."""
+        leaves = [self.values[table.name] for table in slab.tables]
+        return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
 
 
 class Lookup(Protocol):

@@ -6,6 +6,8 @@ that own their rows. One more all-reduce, of a scalar, joins their norms.
 Backbone matrices decay; its vectors and scalars (norms, biases, injection gains) do not.
 """
 
+import math
+
 import torch
 from torch import Tensor, nn
 
@@ -42,9 +44,10 @@ class Optimizer:
         norm = torch.nn.utils.get_total_norm(gradients)
         if self.tables is not None:
             norm = torch.sqrt(norm.square() + self.ranks.all_reduce_sum(self.tables.gradient_square_sum()))
-        finite = bool(torch.isfinite(norm + loss))  # the one host sync of a step
+        size, loss_value = torch.stack((norm, loss.to(norm.dtype))).tolist()  # the one host sync of a step
+        finite = math.isfinite(size) and math.isfinite(loss_value)
         if finite:
-            self._clip(norm)
+            self._clip(size, gradients)
             for group in self.adamw.param_groups:
                 group["lr"] = learning_rate(self.config, step)
             self.adamw.step()
@@ -55,11 +58,11 @@ class Optimizer:
             self.tables.clear_gradients()
         return norm, finite
 
-    def _clip(self, norm: Tensor) -> None:
+    def _clip(self, norm: float, gradients: list[Tensor]) -> None:
         limit = self.config.optimizer.clip_norm
-        if limit == 0:
+        if limit == 0 or norm <= limit:
             return
-        factor = torch.clamp(limit / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_([p.grad for p in self.parameters if p.grad is not None], factor)
+        factor = limit / (norm + 1e-6)
+        torch._foreach_mul_(gradients, factor)
         if self.tables is not None:
             self.tables.scale_gradients(factor)

@@ -40,6 +40,14 @@ class Ranks:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def any(self, flag: bool, device: torch.device) -> bool:
+        """Whether any rank says so; every rank gets the same answer."""
+        return flag if self.size == 1 else self.sum_integers(int(flag), 0, device)[0] > 0
+
+    def sum_integers(self, first: int, second: int, device: torch.device) -> tuple[int, int]:
+        total = self.all_reduce_sum(torch.tensor([first, second], device=device)).tolist()
+        return total[0], total[1]
+
     def exchange(self, sent: Tensor, sent_counts: list[int], received_counts: list[int]) -> tuple[Tensor, Any]:
         """All-to-all of rows, in flight: (buffer to be filled, handle to wait on)."""
         received = sent.new_empty(sum(received_counts), *sent.shape[1:])

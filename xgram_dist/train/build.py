@@ -26,9 +26,7 @@ def build_model(config: Config, device: torch.device, end_of_text: int | None = 
     return model
 
 
-def build_lookup(
-    config: Config, routing: Routing | None, device: torch.device, ranks: Ranks | None = None
-) -> Lookup:
+def build_lookup(config: Config, routing: Routing | None, device: torch.device, ranks: Ranks | None = None) -> Lookup:
     if config.memory.method == "vanilla":
         return NoTables()
     if ranks is not None and ranks.size > 1:

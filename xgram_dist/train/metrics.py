@@ -42,9 +42,10 @@ def perplexity(cross_entropy: float) -> float:
     return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
 
 
-def status_line(step: int, steps: int, values: dict[str, Any], seconds_left: float) -> str:
+def status_line(step: int, steps: int, values: dict[str, Any], seconds_left: float | None) -> str:
+    left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:.4f}  ppl {values['perplexity']:.2f}  "
         f"{values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}  "
-        f"norm {values['gradient_norm']:.3f}  {duration(seconds_left)} left"
+        f"norm {values['gradient_norm']:.3f}{left}"
     )

@@ -56,13 +56,23 @@ def routing(settings):
 def tables(settings, dtype=torch.float32):
     made = LocalTables(settings, routing(settings), CPU)
     for state in made.states:
-        state.rows, state.rows_grad = state.rows.to(dtype), state.rows_grad.to(dtype)
+        state.rows = state.rows.to(dtype)
         if state.gates is not None:
             # Not all alike, so that a gate read from the wrong row or table shows.
             noise = torch.randn(state.gates.shape, generator=torch.Generator().manual_seed(5))
             state.gates = (state.gates + noise).to(dtype)
-            state.gates_grad = state.gates_grad.to(dtype)
     return made
+
+
+def dense_gradients(state):
+    """(rows, gates) of a slab's gradient as dense tensors, zero where nothing was read."""
+    rows = torch.zeros_like(state.rows)
+    gates = None if state.gates is None else torch.zeros_like(state.gates)
+    if state.gradient is not None:
+        rows[state.gradient.touched] = state.gradient.rows
+        if gates is not None:
+            gates[state.gradient.touched] = state.gradient.gates
+    return rows, gates
 
 
 def model(settings, dtype=torch.float32, end_of_text=None):

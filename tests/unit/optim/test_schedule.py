@@ -13,9 +13,7 @@ from xgram_dist.optim.schedule import learning_rate, table_multipliers, warmup_f
 
 
 def run(steps=200, **optimizer):
-    return tiny.config(
-        train={**tiny.BASE["train"], "steps": steps}, optimizer={"learning_rate": 1e-3, **optimizer}
-    )
+    return tiny.config(train={**tiny.BASE["train"], "steps": steps}, optimizer={"learning_rate": 1e-3, **optimizer})
 
 
 def test_warm_up_is_linear_to_the_peak_over_five_percent_of_the_steps():

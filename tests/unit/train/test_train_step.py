@@ -46,10 +46,15 @@ def gradients_of(trainer: Trainer) -> dict[str, torch.Tensor]:
         assert value.grad is not None
         found[name] = value.grad.clone()
     for state in trainer.lookup.states:
-        assert state.gates_grad is not None
+        assert state.gradient is not None
+        assert state.gates is not None
+        assert state.gradient.gates is not None
+        rows, gates = torch.zeros_like(state.rows), torch.zeros_like(state.gates)
+        rows[state.gradient.touched] = state.gradient.rows
+        gates[state.gradient.touched] = state.gradient.gates
         for number, (name, columns) in enumerate(state.slab.columns().items()):
-            found[f"{name}.rows"] = state.rows_grad[:, columns].clone()
-            found[f"{name}.gates"] = state.gates_grad[:, number].clone()
+            found[f"{name}.rows"] = rows[:, columns].clone()
+            found[f"{name}.gates"] = gates[:, number].clone()
     return found
 
 
@@ -103,7 +108,7 @@ def test_a_step_leaves_no_gradient_behind(data: Path, tmp_path: Path) -> None:
     trainer.optimizer.step(1, torch.zeros(()))
     assert isinstance(trainer.lookup, LocalTables)
     assert all(value.grad is None for value in trainer.model.parameters())
-    assert not any(bool(state.rows_grad.any()) for state in trainer.lookup.states)
+    assert all(state.gradient is None for state in trainer.lookup.states)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: float) -> list[tuple[int, bool]]:
@@ -120,10 +125,10 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: 
             else:
                 assert self.tables is not None
                 state = self.tables.states[1]
-                assert state.touched is not None
-                target = state.rows_grad if where == "rows" else state.gates_grad
+                assert state.gradient is not None
+                target = state.gradient.rows if where == "rows" else state.gradient.gates
                 assert target is not None
-                target[state.touched[2], 1] = value
+                target[2, 1] = value
         tensors: list[torch.Tensor] = [*self.parameters]
         if self.tables is not None:
             tensors += list(self.tables.named_tensors().values())
@@ -167,7 +172,7 @@ def test_a_skipped_step_leaves_the_optimizer_as_it_was(
     assert not trainer.optimizer.adamw.state
     assert isinstance(trainer.lookup, LocalTables)
     assert all(value.grad is None for value in trainer.model.parameters())
-    assert not any(bool(state.rows_grad.any()) for state in trainer.lookup.states)
+    assert all(state.gradient is None for state in trainer.lookup.states)
 
 
 def test_a_loss_that_is_not_finite_is_skipped_even_when_every_gradient_is(data: Path, tmp_path: Path) -> None:
