@@ -1,4 +1,4 @@
-"""Tables spread over ranks equal tables in one process: loss, joint norm, weights after steps, for any number of ranks."""
+"""Tables spread over ranks equal tables in one process: loss, joint norm, weights, for any number of ranks."""
 
 import numpy as np
 import pytest

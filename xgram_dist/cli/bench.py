@@ -15,7 +15,7 @@ EXAMPLES = """
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=["data", "step"], help="which benchmark")
     parser.add_argument("--json", action="store_true", help="print as JSON")
-    parser.add_argument("--rounds", type=int, default=15, help="step: rounds that count (default 15)")
+    parser.add_argument("--rounds", type=int, default=12, help="step: rounds of two steps each that count (default 12)")
     parser.add_argument("--vocabulary", type=int, default=32768, help="step: vocabulary (default 32768)")
     parser.add_argument("--no-compile", action="store_true", help="step: without torch.compile")
     parser.add_argument("--corpus", help="data: documents to tokenise (default: the embedded corpus)")
