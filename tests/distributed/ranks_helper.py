@@ -2,14 +2,10 @@
 
 import os
 import socket
-import sys
 import time
 import traceback
-from pathlib import Path
 
 import torch.multiprocessing as mp
-
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "model"))
 
 
 def _free_port():

@@ -4,13 +4,9 @@ The reference keeps every table as a plain tensor under autograd, retrieves by t
 gradients of all micro-batches, clips by the joint norm and applies AdamW as it stands in the textbook.
 """
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "unit" / "model"))
 import tiny_models as tiny
 
 from xgram_dist.optim.schedule import learning_rate, warmup_factor

@@ -1,12 +1,10 @@
 """Learning rate and warm-up against the paper's rules, by hand."""
 
 import math
-import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "model"))
 import tiny_models as tiny
 
 from xgram_dist.optim.schedule import learning_rate, table_multipliers, warmup_factor, warmup_steps

@@ -1,0 +1,158 @@
+"""`train --ranks N` and torchrun: the same run as in one process; ranks end together."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from train_helpers import read_metrics, small_config
+
+from xgram_dist.config import dump_config
+
+
+def recipe(tmp_path, data, **sections):
+    path = tmp_path / "recipe.yaml"
+    path.write_text(dump_config(small_config(data, **sections)))
+    return str(path)
+
+
+def start(*words, **environment):
+    command = [sys.executable, "-m", "xgram_dist", "train", *words]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **environment}
+    )
+
+
+def finish(process, timeout=90):
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        raise
+    return process.returncode, output, errors
+
+
+@pytest.fixture
+def alone(tmp_path, data):
+    """The run in one process, for comparison."""
+    path = recipe(tmp_path, data)
+    code, _, errors = finish(start(path, "--run", str(tmp_path / "alone")))
+    assert code == 0, errors
+    return path, tmp_path / "alone"
+
+
+def test_two_ranks_give_the_losses_and_tables_of_one_process(alone, tmp_path):
+    path, one = alone
+    folder = tmp_path / "two"
+    code, output, errors = finish(start(path, "--ranks", "2", "--run", str(folder)))
+    assert code == 0, errors
+    assert "done after step 4" in output
+    for kind in ("train", "validation"):
+        ours = [record["loss"] for record in read_metrics(folder, kind)]
+        theirs = [record["loss"] for record in read_metrics(one, kind)]
+        np.testing.assert_allclose(ours, theirs, rtol=1e-5)
+    whole = load_file(one / "model.safetensors")
+    parts = [load_file(folder / f"tables-{rank:05d}-of-00002.safetensors") for rank in range(2)]
+    rows = np.concatenate([part["rows"] for part in parts])
+    assert sorted(rows.tolist()) == list(range(160))
+    for name in (name for name in whole if name.startswith("tables.")):
+        together = np.concatenate([part[name] for part in parts])[np.argsort(rows)]
+        np.testing.assert_allclose(together, whole[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    ends = [read_metrics(run, "end")[0] for run in (folder, one)]
+    assert ends[0]["rows"] == ends[1]["rows"]
+    assert ends[0]["rows_hit"] == ends[1]["rows_hit"]
+
+
+def test_torchrun_starts_the_same_run(alone, tmp_path):
+    path, one = alone
+    folder = tmp_path / "torchrun"
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
+    command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "xgram_dist", "train", path]
+    done = subprocess.run([*command, "--run", str(folder)], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    ours = [record["loss"] for record in read_metrics(folder, "train")]
+    np.testing.assert_allclose(ours, [record["loss"] for record in read_metrics(one, "train")], rtol=1e-5)
+
+
+def ranks_of(process):
+    """Process ids of the ranks a launcher started, by rank."""
+    found = {}
+    for pid in (int(name) for name in os.listdir("/proc") if name.isdigit()):
+        try:
+            with open(f"/proc/{pid}/stat") as file:
+                parent = int(file.read().rsplit(")", 1)[1].split()[1])
+            with open(f"/proc/{pid}/environ", "rb") as file:
+                environment = dict(item.split(b"=", 1) for item in file.read().split(b"\0") if b"=" in item)
+        except (OSError, ValueError):
+            continue
+        if parent == process.pid and b"RANK" in environment:
+            found[int(environment[b"RANK"])] = pid
+    return found
+
+
+def test_a_killed_rank_takes_the_others_down_and_is_named(tmp_path, data):
+    path = recipe(tmp_path, data, train={"steps": 100_000})
+    process = start(path, "--ranks", "2", "--run", str(tmp_path / "run"))
+    assert process.stdout is not None
+    for line in process.stdout:  # training is under way
+        if line.startswith("step"):
+            break
+    pids = ranks_of(process)
+    assert set(pids) == {0, 1}
+    os.kill(pids[1], signal.SIGKILL)
+    killed = time.monotonic()
+    code, _, errors = finish(process, timeout=30)
+    assert code != 0
+    assert time.monotonic() - killed < 30
+    assert "rank 1 of 2 was killed by signal 9" in errors
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
+
+
+def test_ctrl_c_ends_all_ranks_after_the_same_step(tmp_path, data):
+    path = recipe(tmp_path, data, train={"steps": 100_000})
+    process = start(path, "--ranks", "2", "--run", str(tmp_path / "run"))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    process.send_signal(signal.SIGINT)
+    code, output, errors = finish(process, timeout=60)
+    assert code == 130, errors
+    end = read_metrics(tmp_path / "run", "end")[0]
+    assert not end["complete"]
+    assert f"stopped after step {end['step']}" in output
+    steps = set()
+    for rank in range(2):
+        from safetensors import safe_open
+
+        with safe_open(tmp_path / "run" / f"tables-{rank:05d}-of-00002.safetensors", "np") as file:
+            steps.add(file.metadata()["step"])
+    assert steps == {str(end["step"])}
+
+
+def test_ranks_with_different_recipes_are_refused_on_all_ranks(tmp_path, data):
+    from ranks_helper import _free_port
+
+    port = str(_free_port())
+    path = recipe(tmp_path, data)
+    processes = []
+    for rank in range(2):
+        environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        words = [path, f"optimizer.learning_rate={1e-3 * (rank + 1)}", "--run", str(tmp_path / "run")]
+        processes.append(start(*words, **environment))
+    for process in processes:
+        code, _, errors = finish(process)
+        assert code == 2
+        assert "rank 1 has another config" in errors
+
+
+def test_a_batch_that_does_not_divide_over_the_ranks_is_refused_before_they_start(tmp_path, data):
+    code, _, errors = finish(start(recipe(tmp_path, data), "--ranks", "3", "--run", str(tmp_path / "run")))
+    assert code == 2
+    assert "train.global_batch = 8" in errors
+    assert "3 ranks" in errors
+    assert not (tmp_path / "run").exists()
