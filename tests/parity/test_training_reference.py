@@ -5,9 +5,8 @@ gradients of all micro-batches, clips by the joint norm and applies AdamW as it 
 """
 
 import pytest
-import torch
-
 import tiny_models as tiny
+import torch
 
 from xgram_dist.optim.schedule import learning_rate, warmup_factor
 from xgram_dist.optim.update import Optimizer

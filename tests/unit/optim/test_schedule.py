@@ -4,7 +4,6 @@ import math
 from pathlib import Path
 
 import pytest
-
 import tiny_models as tiny
 
 from xgram_dist.optim.schedule import learning_rate, table_multipliers, warmup_factor, warmup_steps
