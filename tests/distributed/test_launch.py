@@ -40,7 +40,7 @@ def finish(process, timeout=90):
 def alone(tmp_path, data):
     """The run in one process, for comparison."""
     path = recipe(tmp_path, data)
-    code, _, errors = finish(start(path, "--run", str(tmp_path / "alone")))
+    code, _, errors = finish(start(path, "--folder", str(tmp_path / "alone")))
     assert code == 0, errors
     return path, tmp_path / "alone"
 
@@ -48,7 +48,7 @@ def alone(tmp_path, data):
 def test_two_ranks_give_the_losses_and_tables_of_one_process(alone, tmp_path):
     path, one = alone
     folder = tmp_path / "two"
-    code, output, errors = finish(start(path, "--ranks", "2", "--run", str(folder)))
+    code, output, errors = finish(start(path, "--ranks", "2", "--folder", str(folder)))
     assert code == 0, errors
     assert "done after step 4" in output
     for kind in ("train", "validation"):
@@ -72,7 +72,7 @@ def test_torchrun_starts_the_same_run(alone, tmp_path):
     folder = tmp_path / "torchrun"
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "0"]
     command += ["--rdzv-backend", "c10d", "--rdzv-endpoint", "localhost:0", "-m", "xgram_dist", "train", path]
-    done = subprocess.run([*command, "--run", str(folder)], capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, "--folder", str(folder)], capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     ours = [record["loss"] for record in read_metrics(folder, "train")]
     np.testing.assert_allclose(ours, [record["loss"] for record in read_metrics(one, "train")], rtol=1e-5)
@@ -96,7 +96,7 @@ def ranks_of(process):
 
 def test_a_killed_rank_takes_the_others_down_and_is_named(tmp_path, data):
     path = recipe(tmp_path, data, train={"steps": 100_000})
-    process = start(path, "--ranks", "2", "--run", str(tmp_path / "run"))
+    process = start(path, "--ranks", "2", "--folder", str(tmp_path / "run"))
     assert process.stdout is not None
     for line in process.stdout:  # training is under way
         if line.startswith("step"):
@@ -114,7 +114,7 @@ def test_a_killed_rank_takes_the_others_down_and_is_named(tmp_path, data):
 
 def test_ctrl_c_ends_all_ranks_after_the_same_step(tmp_path, data):
     path = recipe(tmp_path, data, train={"steps": 100_000})
-    process = start(path, "--ranks", "2", "--run", str(tmp_path / "run"))
+    process = start(path, "--ranks", "2", "--folder", str(tmp_path / "run"))
     assert process.stdout is not None
     for line in process.stdout:
         if line.startswith("step"):
@@ -142,7 +142,7 @@ def test_ranks_with_different_recipes_are_refused_on_all_ranks(tmp_path, data):
     processes = []
     for rank in range(2):
         environment = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        words = [path, f"optimizer.learning_rate={1e-3 * (rank + 1)}", "--run", str(tmp_path / "run")]
+        words = [path, f"optimizer.learning_rate={1e-3 * (rank + 1)}", "--folder", str(tmp_path / "run")]
         processes.append(start(*words, **environment))
     for process in processes:
         code, _, errors = finish(process)
@@ -151,7 +151,7 @@ def test_ranks_with_different_recipes_are_refused_on_all_ranks(tmp_path, data):
 
 
 def test_a_batch_that_does_not_divide_over_the_ranks_is_refused_before_they_start(tmp_path, data):
-    code, _, errors = finish(start(recipe(tmp_path, data), "--ranks", "3", "--run", str(tmp_path / "run")))
+    code, _, errors = finish(start(recipe(tmp_path, data), "--ranks", "3", "--folder", str(tmp_path / "run")))
     assert code == 2
     assert "train.global_batch = 8" in errors
     assert "3 ranks" in errors

@@ -7,7 +7,7 @@ from pathlib import Path
 EXAMPLES = """
   xgram-dist train recipes/tiny/xgram.yaml
   xgram-dist train recipes/tiny/xgram.yaml --ranks 2
-  xgram-dist train recipes/tiny/xgram.yaml train.steps=100 memory.compression=1 --run runs/no-hash
+  xgram-dist train recipes/tiny/xgram.yaml train.steps=100 memory.compression=1 --folder runs/no-hash
   torchrun --nproc-per-node 2 -m xgram_dist train recipes/tiny/xgram.yaml
 """
 
@@ -15,7 +15,7 @@ EXAMPLES = """
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="YAML file; docs/configuration.md lists its keys")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="change keys of the recipe")
-    parser.add_argument("--run", metavar="DIR", help="run folder (default: runs/NAME)")
+    parser.add_argument("--folder", metavar="DIR", help="run folder (default: runs/NAME)")
     parser.add_argument("--fresh", action="store_true", help="start over in a folder that already holds a run")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine (default 1)")
 
@@ -26,7 +26,7 @@ def run(args: argparse.Namespace) -> int:
     from xgram_dist.errors import UserError
 
     config = load_config(args.recipe, args.overrides)
-    folder = Path(args.run) if args.run else Path("runs") / config.name
+    folder = Path(args.folder) if args.folder else Path("runs") / config.name
     if args.ranks < 1:
         raise UserError(f"--ranks {args.ranks} is not at least 1")
     if args.ranks > 1 and "RANK" not in os.environ:
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         check_files(config)
         accumulation(config, args.ranks)
         check_run_folder(folder, args.fresh)
-        options = ["--run", str(folder), *(["--fresh"] if args.fresh else [])]
+        options = ["--folder", str(folder), *(["--fresh"] if args.fresh else [])]
         return launch(["train", args.recipe, *args.overrides, *options], args.ranks)
     from xgram_dist.parallel.device import choose_device
     from xgram_dist.parallel.ranks import join_ranks

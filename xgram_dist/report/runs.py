@@ -24,7 +24,7 @@ class Run:
 def read_run(folder: Path) -> Run:
     metrics = folder / "metrics.jsonl"
     if not metrics.is_file():
-        raise UserError(f"'{folder}' is not a run folder: it has no metrics.jsonl; give the --run folder of a training")
+        raise UserError(f"'{folder}' is not a run folder: it has no metrics.jsonl; give the folder of a training")
     try:
         lines = metrics.read_bytes().splitlines(keepends=True)
     except OSError as error:

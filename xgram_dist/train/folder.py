@@ -27,7 +27,7 @@ OWN = (METRICS, CONFIG, WEIGHTS, ROUTING)
 def check_run_folder(folder: Path, fresh: bool) -> None:
     """A folder with a run in it is taken only when told."""
     if (folder / METRICS).exists() and not fresh:
-        raise UserError(f"'{folder}' already holds a run; choose another with --run DIR, or start over with --fresh")
+        raise UserError(f"'{folder}' already holds a run; choose another with --folder DIR, or start over with --fresh")
 
 
 def open_run_folder(folder: Path, config: Config) -> None:
@@ -41,7 +41,7 @@ def open_run_folder(folder: Path, config: Config) -> None:
         (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
     except OSError as error:
         raise UserError(
-            f"cannot write the run folder '{folder}': {error.strerror}; choose another with --run"
+            f"cannot write the run folder '{folder}': {error.strerror}; choose another with --folder"
         ) from error
 
 
@@ -72,4 +72,4 @@ def _write(path: Path, tensors: dict[str, torch.Tensor], step: int) -> None:
         aside.rename(path)
     except Exception as error:  # safetensors wraps the system's errors in its own
         aside.unlink(missing_ok=True)
-        raise UserError(f"cannot write '{path}': {error}; free space, or choose another folder with --run") from error
+        raise UserError(f"cannot write '{path}': {error}; free space, or choose another place with --folder") from error

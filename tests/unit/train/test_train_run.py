@@ -246,7 +246,7 @@ def test_a_folder_that_holds_a_run_is_refused_and_left_alone(data: Path, tmp_pat
     config = small_config(data, "vanilla", train={"steps": 1})
     run = train(config, tmp_path / "run")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=rf"'{run}' already holds a run; .*--run DIR.*--fresh"):
+    with pytest.raises(UserError, match=rf"'{run}' already holds a run; .*--folder DIR.*--fresh"):
         Trainer(config, run, fresh=False)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -264,7 +264,7 @@ def test_fresh_starts_over_and_keeps_what_is_not_the_runs(data: Path, tmp_path: 
 
 def test_a_folder_that_cannot_be_written_is_one_sentence(data: Path, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    with pytest.raises(UserError, match=r"cannot write the run folder .*Not a directory; choose another with --run"):
+    with pytest.raises(UserError, match=r"cannot write the run folder .*Not a directory; choose another with --folder"):
         Trainer(small_config(data, "vanilla"), tmp_path / "file" / "run", fresh=False)
 
 
@@ -279,7 +279,7 @@ def test_bf16_trains_with_finite_losses_and_fp32_weights(data: Path, tmp_path: P
 def test_ctrl_c_ends_after_the_step_with_weights_and_exit_code_130(data: Path, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_config(small_config(data, train={"steps": 1_000_000})))
-    command = [sys.executable, "-m", "xgram_dist", "train", str(recipe), "--run", str(tmp_path / "run")]
+    command = [sys.executable, "-m", "xgram_dist", "train", str(recipe), "--folder", str(tmp_path / "run")]
     process = subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"}
     )
@@ -332,7 +332,7 @@ def test_a_second_signal_ends_at_once(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_config(small_config(data, "vanilla")))
     signals_in_step(monkeypatch, 2, signal.SIGINT, signal.SIGINT)
-    assert main(["train", str(recipe), "--run", str(tmp_path / "run")]) == 130
+    assert main(["train", str(recipe), "--folder", str(tmp_path / "run")]) == 130
     assert "stopped by Ctrl-C" in capsys.readouterr().err
     assert [record["step"] for record in read_metrics(tmp_path / "run", "train")] == [1]
     assert not (tmp_path / "run" / "model.safetensors").exists()

@@ -192,7 +192,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(
     poison(monkeypatch, {1, 2, 4, 5, 6, 7}, "backbone", math.nan)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(dump_config(small_config(data, "vanilla", train={"steps": 20, "max_skipped": 2})))
-    assert main(["train", str(recipe), "--run", str(tmp_path / "run")]) == 2
+    assert main(["train", str(recipe), "--folder", str(tmp_path / "run")]) == 2
     captured = capsys.readouterr()
     assert "step 4: skipped, gradient norm nan" in captured.out
     assert captured.err.startswith(
