@@ -1,0 +1,1 @@
+"""Documents to tokens to batches. The only package that imports `streaming`."""

@@ -1,0 +1,1 @@
+"""Token-indexed tables: routing, storage, exchange, extraction, injection."""

@@ -1,0 +1,1 @@
+"""The dense backbone, and where it takes what is injected."""

@@ -1,0 +1,1 @@
+"""Schedule, joint clipping, and the optimizers of backbone and tables."""

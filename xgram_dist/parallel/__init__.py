@@ -1,0 +1,1 @@
+"""Ranks, devices and how a run is started on several ranks."""

@@ -1,0 +1,1 @@
+"""Stage 2: from retrieved rows to local n-gram features."""

@@ -1,0 +1,1 @@
+"""Stage 3: how features enter the network."""

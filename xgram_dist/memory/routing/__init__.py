@@ -1,0 +1,1 @@
+"""Stage 1: which rows a token reads, decided once from token frequencies."""
