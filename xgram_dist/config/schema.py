@@ -13,8 +13,6 @@ NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
-SITES = ("h", "q", "k", "v", "o", "qk")
-
 
 class Section(BaseModel):
     model_config = ConfigDict(

@@ -71,7 +71,7 @@ class Trainer:
             open_run_folder(folder, config)
             if routing is not None:
                 routing.save(folder / ROUTING)
-            self.metrics = Metrics(folder, config.train.steps)
+            self.metrics = Metrics(folder)
         self.interval = Interval(config.train.steps)
         self.skipped = self.skipped_in_a_row = 0
 

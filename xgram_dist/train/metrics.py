@@ -14,10 +14,9 @@ from xgram_dist.progress import duration
 
 
 class Metrics:
-    def __init__(self, folder: Path, steps: int):
+    def __init__(self, folder: Path):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only here
 
-        self.steps = steps
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
         self._board = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
         self._start = time.monotonic()

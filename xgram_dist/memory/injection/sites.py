@@ -26,7 +26,6 @@ class SiteInjection(nn.Module):
         super().__init__()
         memory, settings = config.memory, config.memory.sites[site]  # type: ignore[index]
         width = site_width(config, site)
-        self.views = settings.views
         self.tables = [f"layers.{layer}.{site}.{view}" for view in range(settings.views)]
         self.gain = nn.Parameter(torch.ones(settings.views))
         factor = math.sqrt(layer + 1) if memory.injection.depth_scaling else 1.0
