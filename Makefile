@@ -4,7 +4,7 @@ PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 RUN := $(BIN)/xgram-dist
 
-.PHONY: demo test lint lock reference clean
+.PHONY: demo test lint lock peers reference clean
 
 .venv/installed: requirements.lock pyproject.toml
 	@echo "== environment in .venv (a few minutes, once)"
@@ -22,13 +22,13 @@ demo: .venv/installed
 	$(RUN) route --frequencies data/demo-frequencies.npz --vocabulary 4096 --compression 0.5 --views 2 \
 	    --vip 50 --buckets 16 --out data/demo-routing.npz
 	@echo "== 4/5 training: vanilla, then X-gram, on the same batches"
-	$(RUN) train recipes/tiny/vanilla.yaml --fresh
-	$(RUN) train recipes/tiny/xgram.yaml memory.routing.file=data/demo-routing.npz --fresh
+	$(RUN) train recipes/tiny/vanilla.yaml --ranks 2 --fresh
+	$(RUN) train recipes/tiny/xgram.yaml memory.routing.file=data/demo-routing.npz --ranks 2 --fresh
 	@echo "== 5/5 result"
 	$(RUN) report runs/tiny-vanilla runs/tiny-xgram --picture runs/demo.png
 
 test: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --durations=5
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .
@@ -41,6 +41,11 @@ lock:
 	.venv-lock/bin/pip install --quiet --dry-run --ignore-installed --report .venv-lock/report.json '.[deepspeed,eval,dev]'
 	$(PYTHON) tools/lock.py .venv-lock/report.json > requirements.lock
 	rm -rf .venv-lock
+
+# The environment of the benchmark's peers.
+peers:
+	$(PYTHON) -m venv --clear tools/peers/.venv
+	tools/peers/.venv/bin/pip install --disable-pip-version-check --no-deps -r tools/peers/requirements.txt
 
 reference: .venv/installed
 	$(BIN)/python tools/config_reference.py > docs/configuration.md

@@ -109,7 +109,7 @@ def in_words(annotation: Any) -> str:
         if _is_section(arguments[1]):
             return f"group of keys for each of {in_words(arguments[0])}"
         return f"mapping of names, each to {in_words(arguments[1])}"
-    return {int: "whole number", float: "number", bool: "`true` or `false`", str: "text"}[annotation]
+    return {int: "whole number", float: "number", bool: "`true` or `false`", str: "text", Any: "anything"}[annotation]
 
 
 def _limits(item: Any) -> Iterator[str]:

@@ -29,7 +29,7 @@ def _rank(function, rank, size, port, arguments, results):
         results.put((rank, False, traceback.format_exc()))
 
 
-def run_ranks(function, size, *arguments, timeout=90):
+def run_ranks(function, size, *arguments, timeout=400):
     """[function(ranks, *arguments) of rank 0, of rank 1, ...]; plain data only."""
     context = mp.get_context("spawn")
     results = context.SimpleQueue()

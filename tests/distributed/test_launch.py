@@ -1,6 +1,7 @@
 """`train --ranks N` and torchrun: the same run as in one process; ranks end together."""
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -62,6 +63,13 @@ def test_two_ranks_give_the_losses_and_tables_of_one_process(alone, tmp_path):
     for name in (name for name in whole if name.startswith("tables.")):
         together = np.concatenate([part[name] for part in parts])[np.argsort(rows)]
         np.testing.assert_allclose(together, whole[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    for record in read_metrics(folder, "train"):  # the exchange is on record
+        assert 0 < record["vectors_received"] <= 2 * 2 * record["distinct_tokens"]  # two slabs, two owners
+        assert record["bytes_bound"] < record["bytes_received"] + record["bytes_sent"]
+        assert 1.0 <= record["imbalance"] < 2.0
+        for phase in ("fetch", "wait", "return", "update", "compute"):
+            assert record[f"seconds_{phase}"] > 0
+    assert read_metrics(folder, "train")[0]["seconds_plan"] > 0  # the last step plans no other
     ends = [read_metrics(run, "end")[0] for run in (folder, one)]
     assert ends[0]["rows"] == ends[1]["rows"]
     assert ends[0]["rows_hit"] == ends[1]["rows_hit"]
@@ -110,6 +118,43 @@ def test_a_killed_rank_takes_the_others_down_and_is_named(tmp_path, data):
     assert time.monotonic() - killed < 30
     assert "rank 1 of 2 was killed by signal 9" in errors
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
+
+
+def test_a_rank_that_waits_too_long_says_on_which_step_and_phase(tmp_path, data):
+    path = recipe(tmp_path, data, train={"steps": 100_000, "collective_timeout": 3.0})
+    process = start(path, "--ranks", "2", "--folder", str(tmp_path / "run"))
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step"):
+            break
+    os.kill(ranks_of(process)[1], signal.SIGSTOP)  # neither dead nor alive
+    code, _, errors = finish(process, timeout=30)
+    assert code != 0
+    assert re.search(r"rank 0: step \d+, phase '(plan|fetch|wait|return|update)': waited 3 s", errors), errors
+    assert "train.collective_timeout" in errors
+
+
+def test_a_window_too_small_for_a_micro_batch_is_refused_by_all_ranks_before_training(tmp_path, data):
+    path = recipe(tmp_path, data)
+    code, output, errors = finish(start(path, "memory.window=1KiB", "--ranks", "2", "--folder", str(tmp_path / "run")))
+    assert code == 2
+    assert "step" not in output
+    assert "memory.window = 1KiB is too small for one micro-batch" in errors
+    assert "Traceback" not in errors
+
+
+def test_planning_ahead_and_placement_change_no_bit(tmp_path, data):
+    path = recipe(tmp_path, data)
+    found = []
+    for name, words in (("first", []), ("second", ["memory.plan_ahead=false", "memory.placement=host"])):
+        folder = tmp_path / name
+        code, _, errors = finish(start(path, *words, "--ranks", "2", "--folder", str(folder)))
+        assert code == 0, errors
+        found.append((read_metrics(folder, "train"), load_file(folder / "tables-00001-of-00002.safetensors")))
+    (first, tables), (second, tables_again) = found
+    for key in ("loss", "gradient_norm", "bytes_sent", "distinct_tokens"):
+        assert [record[key] for record in first] == [record[key] for record in second]
+    assert all(np.array_equal(tables[name], tables_again[name]) for name in tables)
 
 
 def test_ctrl_c_ends_all_ranks_after_the_same_step(tmp_path, data):

@@ -5,48 +5,70 @@ import pytest
 import torch
 from ranks_helper import run_ranks
 
-STEPS = 6
+STEPS = 20
 MICRO_BATCHES = 12
+SITES = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
 CASES = {
-    "50 %": {"sites": {"v": {"views": 2, "kernels": [3, 5]}}},
+    "50 %": {},
+    "50 %, windows of two": {"window": 2},
+    "50 %, windows by size": {"window": "9KiB", "optimizer": "lazy"},
+    "50 %, catch-up": {"optimizer": "catch_up", "placement": "host"},
+    "50 %, catch-up, windows": {"optimizer": "catch_up", "window": 2},
     "100 %": {"compression": 1.0},
-    "h and v, VIP rows slower": {
-        "sites": {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}},
+    "100 %, catch-up": {"compression": 1.0, "optimizer": "catch_up", "window": 3},
+    "100 %, Adagrad, host": {"compression": 1.0, "optimizer": "adagrad", "placement": "host"},
+    "h and v, VIP rows slower": {"sites": SITES, "learning_rate": {"multiplier": 4.0, "vip_multiplier": 1.5}},
+    "h and v, catch-up": {
+        "sites": SITES,
         "learning_rate": {"multiplier": 4.0, "vip_multiplier": 1.5},
+        "optimizer": "catch_up",
     },
+    "lazy": {"optimizer": "lazy", "window": 1},
+    "Adagrad": {"optimizer": "adagrad"},
 }
+LOSSY = {"bf16 wire": {"wire": "bf16"}}
 
 
-def train(ranks, case):
-    """A few steps in fp64 on this rank's share of the batch -> losses, norms, the tables' rows this rank owns."""
+def train(ranks, memory, dtype=torch.float64, steps=STEPS):
+    """Some steps on this rank's share of the batch -> losses, norms, the tables' rows this rank owns, backbone."""
     import tiny_models as tiny
 
-    from xgram_dist.memory.sharded_tables import owned_tables
+    from xgram_dist.engine import build_engine
+    from xgram_dist.memory.tables import store_of
     from xgram_dist.optim.update import Optimizer
+    from xgram_dist.parallel.mesh import single_mesh
     from xgram_dist.train.build import build_lookup
     from xgram_dist.train.step import train_step
 
-    settings = tiny.config(memory=CASES[case])
-    lookup = build_lookup(settings, tiny.routing(settings), tiny.CPU, ranks)
-    owned = owned_tables(lookup)
+    settings = tiny.config(memory=memory)
+    lookup = build_lookup(settings, tiny.routing(settings), tiny.CPU, single_mesh(ranks))
+    owned = store_of(lookup)
     for state in owned.states:
-        state.rows = state.rows.double()
+        state.rows = state.rows.to(dtype)
         if state.gates is not None:
-            state.gates = state.gates.double()
-    model = tiny.model(settings, torch.float64)
-    optimizer = Optimizer(settings, model, lookup, ranks)
+            state.gates = state.gates.to(dtype)
+    model = tiny.model(settings, dtype)
+    mesh = single_mesh(ranks)
+    optimizer = Optimizer(settings, build_engine(settings, model, mesh, tiny.CPU), lookup, mesh)
     losses, norms = [], []
-    for step in range(1, STEPS + 1):
-        batch = tiny.tokens(settings, MICRO_BATCHES, 1, 10, seed=step)
+    for step in range(1, steps + 1):
+        # Half the steps see few tokens, so that rows are left out for some steps and then hit again.
+        batch = tiny.tokens(settings, MICRO_BATCHES, 1, 10, seed=step) // (1 if step % 2 else 6)
         mine = batch[ranks.rank * MICRO_BATCHES // ranks.size : (ranks.rank + 1) * MICRO_BATCHES // ranks.size]
-        result = train_step(settings, model, lookup, optimizer, mine, step)
+        result = train_step(settings, lookup, optimizer, mine, lookup.plan(mine).result(), step)
         losses.append(float(result.loss))
         norms.append(float(result.gradient_norm))
     tables = {
         name: (owned.states[0].owned.numpy(), value.detach().numpy()) for name, value in owned.named_tensors().items()
     }
+    lookup.close()
     backbone = {name: value.detach().numpy() for name, value in model.named_parameters()}
     return losses, norms, tables, backbone
+
+
+def train_all(ranks, names, dtype):
+    """Many cases in one set of processes: starting them takes longer than training."""
+    return {name: train(ranks, (CASES | LOSSY)[name], dtype) for name in names}
 
 
 def joined(results, name):
@@ -58,58 +80,96 @@ def joined(results, name):
 
 @pytest.fixture(scope="module")
 def one_process():
+    """The reference: one process, exact AdamW by dense sweep where a case is AdamW, one window, in fp64."""
     made = {}
 
     def get(case):
-        if case not in made:
+        memory = {key: value for key, value in (CASES | LOSSY)[case].items() if key not in ("window", "wire")}
+        if memory.get("optimizer") == "catch_up":
+            memory["optimizer"] = "dense"
+        key = repr(memory)
+        if key not in made:
             from xgram_dist.parallel.ranks import Ranks
 
-            made[case] = train(Ranks(), case)
-        return made[case]
+            made[key] = train(Ranks(), memory)
+        return made[key]
 
     return get
 
 
-@pytest.mark.parametrize("size", [2, 3, 4])
-@pytest.mark.parametrize("case", CASES)
-def test_training_on_ranks_equals_training_in_one_process(one_process, case, size):
-    losses, norms, tables, backbone = one_process(case)
-    results = run_ranks(train, size, case)
+def compare(results, reference, tolerance, floor):
+    losses, norms, tables, backbone = reference
     for rank_losses, rank_norms, _, rank_backbone in results:
-        np.testing.assert_allclose(rank_losses, losses, rtol=1e-10)
-        np.testing.assert_allclose(rank_norms, norms, rtol=1e-10)
+        np.testing.assert_allclose(rank_losses, losses, rtol=tolerance)
+        np.testing.assert_allclose(rank_norms, norms, rtol=10 * tolerance)
         for name, value in backbone.items():
-            np.testing.assert_allclose(rank_backbone[name], value, rtol=1e-9, atol=1e-12, err_msg=name)
+            np.testing.assert_allclose(rank_backbone[name], value, rtol=tolerance, atol=floor, err_msg=name)
     assert len(tables) > 0
     for name in tables:
-        np.testing.assert_allclose(joined(results, name), tables[name][1], rtol=1e-9, atol=1e-12, err_msg=name)
+        np.testing.assert_allclose(joined(results, name), tables[name][1], rtol=tolerance, atol=floor, err_msg=name)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_training_on_ranks_equals_training_in_one_process(one_process, size):
+    results = run_ranks(train_all, size, list(CASES), torch.float64)
+    for case in CASES:
+        print(case)
+        compare([of_rank[case] for of_rank in results], one_process(case), 1e-10, 1e-10)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_in_single_precision_too(one_process, size):
+    cases = ["50 %, windows of two", "50 %, catch-up", "100 %, catch-up", "lazy", "Adagrad"]
+    results = run_ranks(train_all, size, cases, torch.float32)
+    for case in cases:
+        print(case)
+        compare([of_rank[case] for of_rank in results], one_process(case), 1e-5, 2e-5)
+
+
+def test_bf16_on_the_wire_costs_its_rounding_and_no_more(one_process):
+    (result, *_) = run_ranks(train_all, 2, ["bf16 wire"], torch.float32)
+    losses = one_process("bf16 wire")[0]
+    np.testing.assert_allclose(result["bf16 wire"][0], losses, rtol=2e-3)
+    assert not np.allclose(result["bf16 wire"][0], losses, rtol=1e-7)  # it was really used
 
 
 def odd_batches(ranks):
-    """Batches that leave owners without requests; returns what came back against the formula."""
+    """Batches that leave owners without requests, or have no token at all; the worst difference that came back."""
     import tiny_models as tiny
 
-    from xgram_dist.memory.sharded_tables import ShardedTables
-
-    settings = tiny.config(memory=CASES["50 %"])
-    sharded = ShardedTables(settings, tiny.routing(settings), tiny.CPU, ranks)
-    from xgram_dist.memory.local_tables import LocalTables
-
-    whole = LocalTables(settings, tiny.routing(settings), tiny.CPU)
     worst = 0.0
-    for asked in (torch.tensor([5]), torch.full((3, 4), 7), torch.arange(120), torch.tensor([ranks.rank])):
-        got, expected = sharded.fetch(asked), whole.fetch(asked)
-        for name, value in got.values.items():
-            worst = max(worst, float((value[got.slots] - expected.values[name][expected.slots]).abs().max()))
+    for memory in (CASES["50 %"], CASES["100 %"]):
+        settings = tiny.config(memory=memory)
+        from xgram_dist.memory.tables import Tables
+        from xgram_dist.parallel.mesh import single_mesh
+
+        sharded = Tables(settings, tiny.routing(settings), tiny.CPU, single_mesh(ranks))
+        whole = Tables(settings, tiny.routing(settings), tiny.CPU)
+        first = ranks.rank == 0
+        for asked in (
+            torch.tensor([5]),
+            torch.full((3, 4), 7),
+            torch.arange(120),
+            torch.tensor([ranks.rank]),
+            torch.arange(9 if first else 0),
+        ):
+            got, expected = tiny.fetch(sharded, asked), tiny.fetch(whole, asked)
+            for name, value in got.values.items():
+                difference = (value[got.slots] - expected.values[name][expected.slots]).abs()
+                worst = max([worst, *difference.view(-1).tolist()])
+                value.grad = torch.ones_like(value)
+            sharded.give_back(got)
+            sharded.store.clear_gradients()
     return worst
 
 
-def test_one_token_equal_tokens_and_all_tokens_come_back_right_from_every_owner():
-    assert max(run_ranks(odd_batches, 4)) < 1e-6
+@pytest.mark.parametrize("size", [4, 7])
+def test_one_token_equal_tokens_all_tokens_and_none_come_back_right_from_every_owner(size):
+    assert max(run_ranks(odd_batches, size)) < 1e-6
 
 
 def repeat(ranks):
-    losses, norms, tables, _ = train(ranks, "50 %")
+    losses, norms, tables, _ = train(ranks, CASES["50 %, catch-up"], torch.float32)
     return losses, norms, {name: value for name, (_, value) in tables.items()}
 
 

@@ -15,10 +15,12 @@ import numpy as np
 import torch
 
 from xgram_dist.config import Config, build_config
+from xgram_dist.engine import build_engine
 from xgram_dist.memory.layout import num_views, routing_settings
 from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.device import choose_device, synchronize
+from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.progress import Progress
 from xgram_dist.train.build import build_lookup, build_model
 from xgram_dist.train.step import train_step
@@ -44,6 +46,7 @@ def step_config(method: str, vocabulary: int, compiled: bool) -> Config:
                 "sequence_length": LENGTH,
             },
             "memory": memory,
+            "parallel": {"engine": "replicated"},
             "train": {"precision": "fp32", "compile": compiled, "global_batch": BATCH, "micro_batch": BATCH},
         }
     )
@@ -57,16 +60,17 @@ class Side:
         if config.memory.method == "xgram":
             routing = build_routing(frequencies, routing_settings(config), num_views(config))
         self.config, self.device = config, device
-        self.model = build_model(config, device)
         self.lookup = build_lookup(config, routing, device)
-        self.optimizer = Optimizer(config, self.model, self.lookup)
+        engine = build_engine(config, build_model(config, device), single_mesh(), device)
+        self.optimizer = Optimizer(config, engine, self.lookup, single_mesh())
         self.steps = 0
 
     def step(self, tokens: torch.Tensor) -> float:
         synchronize(self.device)
         start = time.perf_counter()
         self.steps += 1
-        train_step(self.config, self.model, self.lookup, self.optimizer, tokens, self.steps)
+        windows = self.lookup.plan(tokens).result()
+        train_step(self.config, self.lookup, self.optimizer, tokens, windows, self.steps)
         synchronize(self.device)
         return time.perf_counter() - start
 

@@ -31,11 +31,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--ranks {args.ranks} is not at least 1")
     if args.ranks > 1 and "RANK" not in os.environ:
         from xgram_dist.parallel.launch import launch
+        from xgram_dist.parallel.mesh import check_mesh
         from xgram_dist.train.folder import check_run_folder
 
         # What a single look can refuse is refused once, before any rank starts.
         check_files(config)
-        accumulation(config, args.ranks)
+        check_mesh(config, args.ranks)
+        accumulation(config, args.ranks // config.parallel.tensor)
         check_run_folder(folder, args.fresh)
         options = ["--folder", str(folder), *(["--fresh"] if args.fresh else [])]
         return launch(["train", args.recipe, *args.overrides, *options], args.ranks)
@@ -43,8 +45,14 @@ def run(args: argparse.Namespace) -> int:
     from xgram_dist.parallel.ranks import join_ranks
     from xgram_dist.train.loop import Trainer
 
-    ranks = join_ranks(choose_device())
+    ranks = join_ranks(choose_device(), config.train.collective_timeout)
     try:
         return Trainer(config, folder, args.fresh, ranks).run()
+    except (RuntimeError, MemoryError) as error:
+        from xgram_dist.train.out_of_memory import explained, is_out_of_memory
+
+        if not is_out_of_memory(error):
+            raise
+        raise explained(config, ranks.size, error) from error
     finally:
         ranks.close()

@@ -11,6 +11,7 @@ def check(config: Config) -> None:
     """Everything that can be said without touching the file system."""
     _check_model(config)
     _check_memory(config)
+    _check_parallel(config)
     accumulation(config, ranks=1)
 
 
@@ -86,6 +87,30 @@ def _check_memory(config: Config) -> None:
             )
     if memory.compression < 1:
         _check_rows(config)
+
+
+def _check_parallel(config: Config) -> None:
+    """A key of one engine is refused with another, rather than ignored."""
+    parallel = config.parallel
+    for key, value, default, engine in (
+        ("replicate", parallel.replicate, 1, "hsdp"),
+        ("reshard", parallel.reshard, True, "hsdp"),
+        ("zero_stage", parallel.zero_stage, 1, "deepspeed"),
+        ("offload", parallel.offload, False, "deepspeed"),
+        ("deepspeed", parallel.deepspeed, {}, "deepspeed"),
+    ):
+        if value != default and parallel.engine != engine:
+            raise UserError(
+                f"parallel.{key} = {value} is of parallel.engine = {engine}, but the recipe has {parallel.engine}; "
+                f"take it out or change the engine"
+            )
+    if config.memory.optimizer == "adagrad" and parallel.tensor > 1:
+        raise UserError(
+            "memory.optimizer = adagrad keeps one number for a whole row, but parallel.tensor cuts rows; take "
+            "memory.optimizer=auto or parallel.tensor=1"
+        )
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
 
 
 def _check_rows(config: Config) -> None:

@@ -4,13 +4,16 @@ A recipe is a tree of these frozen classes. Limits of a single key stand at the 
 on is in `check.py`. The texts below the keys are the reference in docs/configuration.md.
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
+
+from xgram_dist.config.units import BYTES
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
+Bytes = Annotated[str, Field(pattern=BYTES)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -142,6 +145,19 @@ class MemoryConfig(Section):
     """Initial value of a row gate, before the sigmoid."""
     weight_decay: Annotated[float, Field(ge=0)] | None = None
     """Weight decay of the tables; without it, the optimizer's."""
+    optimizer: Literal["auto", "dense", "catch_up", "lazy", "adagrad"] = "auto"
+    """dense and catch_up are AdamW exactly: a sweep over all rows, or the same by touching only the rows that were hit
+    and catching up what they missed. lazy is AdamW that leaves other rows alone, adagrad is row-wise Adagrad. auto:
+    dense or catch_up, by the share of rows a step is expected to hit."""
+    placement: Literal["device", "host"] = "device"
+    """Where rows and optimizer state live; the working set is on the device in both cases."""
+    window: Literal["step"] | Positive | Bytes = "step"
+    """What shares a working set: all micro-batches of a step, a number of them, or as many as fit a size such as
+    4GiB (vectors and their gradients)."""
+    wire: Literal["fp32", "bf16"] = "fp32"
+    """Type of vectors and gradients in the exchange between ranks; sums are fp32 in both cases."""
+    plan_ahead: bool = True
+    """Plan the exchange of the next step while this one computes."""
 
 
 class OptimizerConfig(Section):
@@ -180,6 +196,40 @@ class DataConfig(Section):
     """Steps whose tokens are read ahead."""
 
 
+class ParallelConfig(Section):
+    """How the backbone is spread over ranks. Table rows are spread over the data axis in any case."""
+
+    engine: Literal["deepspeed", "hsdp", "replicated"] = "deepspeed"
+    """deepspeed: ZeRO; hsdp: PyTorch's FSDP2 over replicate x shard; replicated: whole on every rank."""
+    tensor: Positive = 1
+    """Ranks that share each layer (Megatron's tensor parallelism); the others are the data axis."""
+    sequence_parallel: bool = False
+    """Between layers, each rank of the tensor axis keeps its part of the sequence."""
+    zero_stage: Literal[1, 2, 3] = 1
+    """deepspeed: 1 shards the optimizer state, 2 the gradients too, 3 the parameters too."""
+    offload: bool = False
+    """deepspeed: optimizer state and its update in host memory."""
+    deepspeed: dict[str, Any] = Field(default_factory=dict)
+    """deepspeed: more keys for its configuration. One that contradicts this recipe is refused."""
+    replicate: Positive = 1
+    """hsdp: copies of the sharded backbone; 1 is plain FSDP over the whole data axis."""
+    reshard: bool = True
+    """hsdp: let go of a block's gathered parameters after its forward pass, and gather them again for backward."""
+
+
+class CheckpointConfig(Section):
+    """When the state of a run is saved. It is also saved at the end, and when the run is asked to stop."""
+
+    every: NotNegative = 0
+    """Steps between checkpoints; 0: none in between."""
+    keep: Positive = 2
+    """Newest checkpoints that stay."""
+    keep_every: NotNegative = 0
+    """Checkpoints of multiples of this step stay too; 0: none."""
+    asynchronous: bool = True
+    """Go on training while files are written, from a copy of the state."""
+
+
 class TrainConfig(Section):
     """The run."""
 
@@ -205,6 +255,15 @@ class TrainConfig(Section):
     """Sequences of a validation."""
     max_skipped: NotNegative = 10
     """Steps in a row that may be skipped for a loss or gradient that is not finite."""
+    collective_timeout: Annotated[float, Field(gt=0)] = 600.0
+    """Seconds after which a rank that waits for the others gives up and says where."""
+    profile_from: NotNegative = 0
+    """Step from which torch's profiler looks on, and writes trace.json into the run folder; 0: never."""
+    profile_steps: Positive = 3
+    """Steps it looks at."""
+    peak_tflops: Annotated[float, Field(gt=0)] | None = None
+    """What a rank's device could do, in 10^12 operations a second, for the utilisation in the log; without it, what is
+    known of the device."""
     deterministic: bool = True
     """Ask torch for algorithms that repeat bitwise."""
 
@@ -218,4 +277,6 @@ class Config(Section):
     memory: MemoryConfig = MemoryConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     data: DataConfig = DataConfig()
+    parallel: ParallelConfig = ParallelConfig()
+    checkpoint: CheckpointConfig = CheckpointConfig()
     train: TrainConfig = TrainConfig()

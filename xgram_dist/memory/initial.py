@@ -35,10 +35,10 @@ def stream_key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
-def initial_rows(rows: Tensor, width: int, std: float, seed: int, name: str) -> Tensor:
+def initial_rows(rows: Tensor, width: int, std: float, seed: int, name: str, first_column: int = 0) -> Tensor:
     """Truncated normal vectors [len(rows), width] in fp32 for the given global row numbers (int64)."""
     row_key = _mix(rows.to(torch.int64)[:, None] * _STEP + stream_key(seed, name))
-    column = torch.arange(1, width + 1, device=rows.device, dtype=torch.int64)[None, :]
+    column = first_column + torch.arange(1, width + 1, device=rows.device, dtype=torch.int64)[None, :]
     bits = _shift_right(_mix(row_key + column * _STEP), 40)  # 24 bits: exact in fp32
     uniform = (bits.float() + 0.5) / (1 << 24)
     # Inverse of the normal distribution function, restricted to +-CUT.

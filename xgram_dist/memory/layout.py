@@ -18,6 +18,7 @@ class Table:
     site: str
     view: int
     width: int
+    """Of the columns held here."""
 
     @property
     def name(self) -> str:
@@ -57,10 +58,22 @@ def routing_settings(config: Config) -> RoutingSettings:
     )
 
 
+RESIDUAL_SITES = ("h", "o")
+"""As wide as the residual stream, which every rank of the tensor axis has whole."""
+
+
+def residual_gradients_are_partial(config: Config) -> bool:
+    """Whether a rank's gradient of a residual site's working-set values is a part of a sum over the tensor axis.
+
+    It is where each rank sees its part of the sequence. Gradients of attention sites are complete in any case.
+    """
+    return config.parallel.sequence_parallel and config.parallel.tensor > 1
+
+
 def site_width(config: Config, site: str) -> int:
     """h and o are as wide as the residual stream, the attention sites as wide as keys and values."""
     model = config.model
-    return model.width if site in ("h", "o") else model.width // model.heads * model.kv_heads
+    return model.width if site in RESIDUAL_SITES else model.width // model.heads * model.kv_heads
 
 
 def site_layers(config: Config, site: str) -> tuple[int, ...]:
@@ -72,12 +85,12 @@ def num_rows(config: Config) -> int:
     return routing_settings(config).num_rows(config.model.vocabulary)
 
 
-def plan_tables(config: Config) -> tuple[Table, ...]:
-    """All tables of a recipe, by layer, site and view."""
+def plan_tables(config: Config, tensor: int = 1) -> tuple[Table, ...]:
+    """All tables of a recipe, by layer, site and view; columns are shared out over `tensor` ranks."""
     if config.memory.method == "vanilla":
         return ()
     tables = [
-        Table(layer, site, view, site_width(config, site))
+        Table(layer, site, view, site_width(config, site) // tensor)
         for site, settings in config.memory.sites.items()
         for layer in site_layers(config, site)
         for view in range(settings.views)
@@ -92,8 +105,8 @@ def num_views(config: Config) -> int:
     return max(site.views for site in config.memory.sites.values()) if config.memory.compression < 1 else 1
 
 
-def plan_slabs(config: Config) -> tuple[Slab, ...]:
-    tables = plan_tables(config)
+def plan_slabs(config: Config, tensor: int = 1) -> tuple[Slab, ...]:
+    tables = plan_tables(config, tensor)
     if not tables:
         return ()
     if config.memory.compression == 1:

@@ -1,57 +1,82 @@
 """The working set: what the network sees of the tables during one window of tokens.
 
-Which rows are needed depends on the token ids alone, so they are fetched before the forward pass, once per distinct
-token, and their gradient goes back once. Between the two, the network reads plain local leaf tensors:
+Which rows are needed depends on the token ids alone, so they are planned ahead, fetched before the forward pass, once
+per distinct token, and their gradient goes back once. In between, the network reads plain local leaf tensors:
 
-    working = lookup.fetch(tokens)               distinct tokens -> one vector a token and table
+    windows = lookup.plan(tokens).result()       distinct tokens, the owners of their rows: ids only, ahead of time
+    working = lookup.fetch(window)               distinct tokens -> one vector a token and table
     model(tokens_i, working.slots[i], working.values)   any number of forward and backward passes
     lookup.give_back(working)                    the leaves' gradients -> the owners of the rows
 
-A `Lookup` is a local table, or tables spread over ranks; the network cannot tell. Gradients add up in the leaves in
-fp32 over all micro-batches, whatever the compute type.
+A window is the whole optimizer step or some of its micro-batches. Gradients add up in the leaves in fp32 over all
+micro-batches of a window, whatever the compute type.
 """
 
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from xgram_dist.memory.layout import Slab
+from xgram_dist.memory.plan import Window
 
 
 @dataclass
 class WorkingSet:
-    keys: Tensor
-    """Distinct tokens, ascending [U]."""
-    slots: Tensor
-    """For each token of the window, its row in the values; shaped as the tokens."""
+    window: Window
     values: dict[str, Tensor]
     """For each table, by name, the retrieved vectors [U, width]: leaves of the autograd graph."""
-    context: dict[str, Any] = field(default_factory=dict)
-    """What the lookup needs to take the gradients back."""
+    slabs: list[Tensor] = field(default_factory=list)
+    """The same memory, tables that travel together side by side [U, slab width], for who reads all at once."""
 
-    def gradients(self, slab: Slab) -> list[Tensor]:
-        """The gradient of each of the slab's tables; zero where no loss depended on it."""
-        leaves = [self.values[table.name] for table in slab.tables]
-        return [leaf.grad if leaf.grad is not None else torch.zeros_like(leaf) for leaf in leaves]
+    @property
+    def slots(self) -> Tensor:
+        """For each token of the window, its row in the values; shaped as the tokens."""
+        return self.window.slots
+
+    def gradient(self, name: str) -> Tensor:
+        """The gradient of a table's vectors; zero where no loss depended on them."""
+        leaf = self.values[name]
+        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 class Lookup(Protocol):
-    def fetch(self, tokens: Tensor, *, training: bool = True) -> WorkingSet:
-        """The working set of all `tokens` (any shape)."""
+    def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
+        """The windows of a step's tokens [micro-batches, ...], in host memory. Every rank must plan the same steps in
+        the same order; it may be steps ahead of what is fetched. `whole`: one window, whatever the recipe says."""
+        ...
+
+    def fetch(self, window: Window, *, training: bool = True) -> WorkingSet:
+        """The working set of a window."""
         ...
 
     def give_back(self, working: WorkingSet) -> None:
         """Hand the gradients of `working.values` to the owners of the rows, where they add up."""
         ...
 
+    def close(self) -> None:
+        """Let go of threads."""
+        ...
+
 
 class NoTables:
     """The lookup of a model without tables."""
 
-    def fetch(self, tokens: Tensor, *, training: bool = True) -> WorkingSet:
-        return WorkingSet(tokens.new_empty(0), torch.zeros_like(tokens), {})
+    def __init__(self, device: torch.device):
+        self.device = device
+
+    def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
+        done: Future[list[Window]] = Future()
+        slots = torch.zeros(tokens.shape, dtype=torch.int64, device=self.device)
+        done.set_result([Window(slice(0, len(tokens)), slots, 0, [])])
+        return done
+
+    def fetch(self, window: Window, *, training: bool = True) -> WorkingSet:
+        return WorkingSet(window, {})
 
     def give_back(self, working: WorkingSet) -> None:
+        pass
+
+    def close(self) -> None:
         pass

@@ -1,38 +1,41 @@
 """The network: embedding, blocks, head. Reads tables only through the working set's leaf tensors.
 
 In: tokens [B,T], the row of each token in the working set (slots [B,T]), the working set's values by table name, and
-the warm-up factor of the injection. Out: hidden states [B,T,D], or the loss. No collectives.
+the warm-up factor of the injection. Out: hidden states [B,T,D], or the loss.
+With a tensor axis, each rank holds its part of the sharded parameters, is given the same tokens, and ends with the same
+loss and complete gradients; its collectives are those of `parallel/tensor.py`. Otherwise there are none.
 """
 
 from collections.abc import Mapping
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xgram_dist.config import Config
 from xgram_dist.memory.injection.sites import build_injections
 from xgram_dist.model.attention import Attention
-from xgram_dist.model.layers import Linear, RMSNorm, SwiGLU, rotary_table
-from xgram_dist.model.loss import chunked_cross_entropy, next_token_labels
+from xgram_dist.model.layers import RMSNorm, SwiGLU, embed, rotary_table
+from xgram_dist.model.loss import Head, next_token_labels
+from xgram_dist.parallel.ranks import Ranks
+from xgram_dist.parallel.tensor import ALONE, TensorAxis, collect_sequence, sharded, tensor_axis
 
 
 class Block(nn.Module):
     """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x)."""
 
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer: int, axis: TensorAxis = ALONE):
         super().__init__()
         model = config.model
-        self.attention_norm = RMSNorm(model.width, model.norm_eps)
-        self.attention = Attention(model)
-        self.ffn_norm = RMSNorm(model.width, model.norm_eps)
-        self.ffn = SwiGLU(model.width, model.ffn_width)
-        self.sites = build_injections(config, layer)
+        self.attention_norm = RMSNorm(model.width, model.norm_eps, axis.between_layers)
+        self.attention = Attention(model, axis)
+        self.ffn_norm = RMSNorm(model.width, model.norm_eps, axis.between_layers)
+        self.ffn = SwiGLU(model.width, model.ffn_width, axis)
+        self.sites = build_injections(config, layer, axis)
 
     def forward(
         self,
-        x_BTD: Tensor,
+        x: Tensor,
         rotary: tuple[Tensor, Tensor],
         values: dict[str, list[Tensor]],
         slots_BT: Tensor,
@@ -40,44 +43,60 @@ class Block(nn.Module):
         documents_BT: Tensor | None,
         mask: Tensor | None,
     ) -> Tensor:
-        """`values`: the working-set rows of this block's views, by site."""
+        """`x`: [B,T,D], or this rank's part of the sequence; `values`: the working-set rows of this block's views, by
+        site. What is given of positions is of the whole sequence."""
         deltas = {
-            site: injection(values[site], slots_BT, warmup, documents_BT, x_BTD.dtype)
+            site: injection(values[site], slots_BT, warmup, documents_BT, x.dtype)
             for site, injection in self.sites.items()
         }
         if "qk" in deltas:
             deltas["q"] = deltas["k"] = deltas.pop("qk")
         if "h" in deltas:
-            x_BTD = x_BTD + deltas.pop("h")
-        x_BTD = x_BTD + self.attention(self.attention_norm(x_BTD), rotary, deltas, mask)
-        return x_BTD + self.ffn(self.ffn_norm(x_BTD))
+            x = x + deltas.pop("h")
+        x = x + self.attention(self.attention_norm(x), rotary, deltas, mask)
+        return x + self.ffn(self.ffn_norm(x))
 
 
 class Transformer(nn.Module):
     rotary_cos: Tensor
     rotary_sin: Tensor
 
-    def __init__(self, config: Config, compute_dtype: torch.dtype = torch.float32, end_of_text: int | None = None):
+    def __init__(
+        self,
+        config: Config,
+        compute_dtype: torch.dtype = torch.float32,
+        end_of_text: int | None = None,
+        tensor: Ranks | None = None,
+    ):
+        """`tensor`: the ranks that share each layer; without it this process holds all."""
         super().__init__()
         model = config.model
+        self.axis = axis = tensor_axis(tensor, config.parallel.sequence_parallel)
         self.compute_dtype = compute_dtype
-        self.z_loss, self.loss_chunk = model.z_loss, model.loss_chunk
         self.end_of_text = end_of_text if model.document_masking else None
         self.checkpointed = config.train.activation_checkpointing
-        self.embedding = nn.Parameter(torch.empty(model.vocabulary, model.width))
-        self.blocks = nn.ModuleList(Block(config, layer) for layer in range(model.layers))
-        self.norm = RMSNorm(model.width, model.norm_eps)
-        self.head = Linear(model.width, model.vocabulary)
+        self.embedding = sharded((model.vocabulary, model.width), 0, axis)
+        self.blocks = nn.ModuleList(Block(config, layer, axis) for layer in range(model.layers))
+        self.norm = RMSNorm(model.width, model.norm_eps, axis.between_layers)
+        self.head = Head(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis)
         cos, sin = rotary_table(model.sequence_length, model.width // model.heads, model.rope_theta)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
 
-    def forward(self, tokens_BT: Tensor, slots_BT: Tensor, values: Mapping[str, Tensor], warmup: Tensor) -> Tensor:
-        """Hidden states after the final norm [B, T, D]."""
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        slots_BT: Tensor,
+        values: Mapping[str, Tensor],
+        warmup: Tensor,
+        *,
+        with_loss: bool = False,
+    ) -> Tensor | tuple[Tensor, Tensor]:
+        """Hidden states after the final norm [B, T, D]; or what `loss` gives, for engines that wrap this call."""
         length = tokens_BT.shape[1]
         rotary = (self.rotary_cos[:length], self.rotary_sin[:length])
         documents, mask = self._documents(tokens_BT)
-        x = F.embedding(tokens_BT, self.embedding).to(self.compute_dtype)
+        x = embed(tokens_BT, self.embedding, self.compute_dtype, self.axis)
         for block in self.blocks:
             assert isinstance(block, Block)
             of_block = {
@@ -89,16 +108,16 @@ class Transformer(nn.Module):
                 x = checkpoint(block, *arguments, use_reentrant=False)
             else:
                 x = block(*arguments)
-        return self.norm(x)
+        hidden = self.norm(x)
+        if with_loss:
+            return self.head(hidden, next_token_labels(tokens_BT))
+        return collect_sequence(hidden, self.axis.between_layers)
 
     def loss(
         self, tokens_BT: Tensor, slots_BT: Tensor, values: Mapping[str, Tensor], warmup: Tensor
     ) -> tuple[Tensor, Tensor]:
         """(training loss with z-loss, plain cross-entropy) of predicting each next token."""
-        hidden = self(tokens_BT, slots_BT, values, warmup)
-        return chunked_cross_entropy(
-            hidden, self.head.weight, next_token_labels(tokens_BT), self.z_loss, self.loss_chunk
-        )
+        return self(tokens_BT, slots_BT, values, warmup, with_loss=True)
 
     def _documents(self, tokens_BT: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """With document masking: the document number of each position, and who may attend to whom [B,1,T,T]."""

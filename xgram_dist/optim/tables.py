@@ -1,66 +1,99 @@
-"""AdamW over the tables: dense and exact.
+"""The tables' optimizer: one row optimizer for each slab's rows and one for its gates.
 
-Every row moves every step: one that is not hit still decays, and its momentum still moves it. VIP rows and the
-other rows have their own learning-rate multiplier; row gates learn at the backbone's rate and do not decay.
+VIP rows and the other rows have their own learning-rate multiplier; row gates learn at the backbone's rate and do
+not decay.
 """
-
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from xgram_dist.config import Config
-from xgram_dist.memory.local_tables import LocalTables
+from xgram_dist.memory.store import SlabState, Store
+from xgram_dist.optim.rows.adagrad import RowAdagrad
+from xgram_dist.optim.rows.catch_up import CatchUpAdamW
+from xgram_dist.optim.rows.dense import DenseAdamW
+from xgram_dist.optim.rows.lazy import LazyAdamW
+from xgram_dist.optim.rows.protocol import RowOptimizer
 from xgram_dist.optim.schedule import learning_rate, table_multipliers, warmup_factor
+
+DENSE_FROM = 0.1
+"""Share of rows hit in a step from which a sweep over all rows is the faster exact AdamW (docs/design.md)."""
+
+
+def chosen_optimizer(config: Config, touched_share: float | None) -> str:
+    """What `memory.optimizer` comes to, given the share of rows a step is expected to hit."""
+    if config.memory.optimizer != "auto":
+        return config.memory.optimizer
+    return "dense" if touched_share is None or touched_share >= DENSE_FROM else "catch_up"
 
 
 class TableOptimizer:
-    def __init__(self, config: Config, tables: LocalTables):
-        self.config, self.tables = config, tables
+    def __init__(self, config: Config, store: Store, kind: str):
+        self.config, self.store, self.kind = config, store, kind
         optimizer, memory = config.optimizer, config.memory
         decay = optimizer.weight_decay if memory.weight_decay is None else memory.weight_decay
-        # Gradients as a dense AdamW wants them. They stay allocated and are zero but for the rows of the step.
-        self._dense = [
-            (torch.zeros_like(state.rows), torch.zeros_like(state.gates) if state.gates is not None else None)
-            for state in tables.states
-        ]
-        groups: list[dict[str, Any]] = []
-        for state, (rows_grad, gates_grad) in zip(tables.states, self._dense, strict=True):
+        self.rows: list[RowOptimizer] = []
+        self.gates: list[RowOptimizer | None] = []
+        self._multipliers = []
+        for state in store.states:
             vip, body = table_multipliers(config, state.slab.rows)
-            cut = tables.vip_rows if vip != body else 0
-            # Row ranges are views of one storage, each with its part of the gradient.
-            for multiplier, rows in ((vip, slice(0, cut)), (body, slice(cut, None))):
-                if state.rows[rows].numel():
-                    part = _with_gradient(state.rows[rows], rows_grad[rows])
-                    groups.append({"params": [part], "multiplier": multiplier, "weight_decay": decay})
-            if state.gates is not None and gates_grad is not None:
-                groups.append({"params": [_with_gradient(state.gates, gates_grad)], "weight_decay": 0.0})
-        self.adamw = torch.optim.AdamW(
-            groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, fused=True
-        )
+            self._multipliers.append((vip, body))
+            cut = store.vip_rows if vip != body else 0
+            two = vip != body and store.has_vip
+            rows = self._make(state.rows, cut, decay, state.widths, two)
+            gates = None if state.gates is None else self._make(state.gates, 0, 0.0, [1] * state.gates.shape[1], False)
+            self.rows.append(rows)
+            self.gates.append(gates)
+            _attach(state, rows, gates)
 
+    def _make(self, values: Tensor, cut: int, decay: float, widths: list[int], two_rates: bool) -> RowOptimizer:
+        optimizer = self.config.optimizer
+        if self.kind == "adagrad":
+            return RowAdagrad(values, cut, widths, optimizer.eps, decay)
+        settings = values, cut, optimizer.betas, optimizer.eps, decay
+        if self.kind == "catch_up":
+            return CatchUpAdamW(*settings, two_rates=two_rates, compiled=self.config.train.compile)
+        return (DenseAdamW if self.kind == "dense" else LazyAdamW)(*settings)
+
+    @torch.no_grad()
     def step(self, step: int) -> None:
         base = learning_rate(self.config, step)
         warm = warmup_factor(self.config, step) if self.config.memory.learning_rate.warmup else 1.0
-        for group in self.adamw.param_groups:
-            group["lr"] = base * group["multiplier"] * warm if "multiplier" in group else base
-        hit = [
-            (dense, state.gradient)
-            for dense, state in zip(self._dense, self.tables.states, strict=True)
-            if state.gradient is not None
-        ]
-        for (rows_grad, gates_grad), gradient in hit:
-            rows_grad.index_copy_(0, gradient.touched, gradient.rows)
-            if gates_grad is not None and gradient.gates is not None:
-                gates_grad.index_copy_(0, gradient.touched, gradient.gates)
-        self.adamw.step()
-        for (rows_grad, gates_grad), gradient in hit:
-            rows_grad.index_fill_(0, gradient.touched, 0.0)
-            if gates_grad is not None:
-                gates_grad.index_fill_(0, gradient.touched, 0.0)
+        for state, rows, gates, (vip, body) in zip(
+            self.store.states, self.rows, self.gates, self._multipliers, strict=True
+        ):
+            if state.gradient is None:
+                continue
+            touched = state.gradient.touched
+            rows.update(touched, state.gradient.rows, (base * vip * warm, base * body * warm))
+            if gates is not None and state.gradient.gates is not None:
+                gates.update(touched, state.gradient.gates, (base, base))
+
+    @torch.no_grad()
+    def skip(self) -> None:
+        """The step is not taken: rows that were brought up to date for it are closed again."""
+        for state, rows, gates in zip(self.store.states, self.rows, self.gates, strict=True):
+            for one in (rows, gates):
+                if one is not None and state.gradient is not None:
+                    one.close()
+                    one.settle(state.gradient.touched, moments=True)
 
 
-def _with_gradient(values: Tensor, gradient: Tensor) -> Tensor:
-    leaf = values.detach().requires_grad_()
-    leaf.grad = gradient
-    return leaf
+def _attach(state: SlabState, rows: RowOptimizer, gates: RowOptimizer | None) -> None:
+    optimizers = [rows] if gates is None else [rows, gates]
+
+    def opening(rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        return rows.open(rows_R), None if gates is None else gates.open(rows_R)
+
+    def opened(rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        return rows.opened(rows_R), None if gates is None else gates.opened(rows_R)
+
+    def settle(rows_R: Tensor, moments: bool) -> None:
+        for one in optimizers:
+            one.settle(rows_R, moments=moments)
+
+    def settle_all() -> None:
+        for one in optimizers:
+            one.settle_all()
+
+    state.settle, state.settle_all, state.opening, state.opened = settle, settle_all, opening, opened

@@ -1,68 +1,45 @@
-"""One update of everything: joint gradient norm, clipping, then backbone and tables.
+"""One update of everything: the joint gradient norm, clipping, then backbone and tables.
 
-The backbone is replicated: its gradients are averaged over ranks in one all-reduce. Tables are updated by the ranks
-that own their rows. One more all-reduce, of a scalar, joins their norms.
-
-Backbone matrices decay; its vectors and scalars (norms, biases, injection gains) do not.
+The engine holds the backbone and decides by the joint norm; tables are updated by the ranks that own their rows. Two
+scalars cross the wire for the norm.
 """
 
-import math
+from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from xgram_dist.config import Config
-from xgram_dist.memory.sharded_tables import owned_tables
+from xgram_dist.engine.protocol import Engine, StepOutcome
+from xgram_dist.memory.tables import store_of
 from xgram_dist.memory.working_set import Lookup
 from xgram_dist.optim.schedule import learning_rate
-from xgram_dist.optim.tables import TableOptimizer
-from xgram_dist.parallel.ranks import Ranks
+from xgram_dist.optim.tables import TableOptimizer, chosen_optimizer
+from xgram_dist.parallel.mesh import Mesh
 
 
 class Optimizer:
-    def __init__(self, config: Config, model: nn.Module, lookup: Lookup, ranks: Ranks | None = None):
-        self.config = config
-        self.ranks = ranks or Ranks()
-        self.parameters = list(model.parameters())
-        self.tables = owned_tables(lookup)
-        self.table_optimizer = TableOptimizer(config, self.tables) if self.tables is not None else None
-        optimizer = config.optimizer
-        groups = [
-            {"params": [p for p in self.parameters if p.dim() >= 2], "weight_decay": optimizer.weight_decay},
-            {"params": [p for p in self.parameters if p.dim() < 2], "weight_decay": 0.0},
-        ]
-        self.adamw = torch.optim.AdamW(
-            groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, fused=True
-        )
+    def __init__(self, config: Config, engine: Engine, lookup: Lookup, mesh: Mesh, touched_share: float | None = None):
+        """`touched_share`: of the rows, expected to be hit in a step; decides for memory.optimizer = auto."""
+        self.config, self.engine, self.mesh = config, engine, mesh
+        self.tables = store_of(lookup)
+        self.table_optimizer: TableOptimizer | None = None
+        if self.tables is not None:
+            self.table_optimizer = TableOptimizer(config, self.tables, chosen_optimizer(config, touched_share))
 
     @torch.no_grad()
-    def step(self, step: int, loss: Tensor) -> tuple[Tensor, bool]:
-        """Clip by the joint norm and update. Returns the norm, and whether the step counted: where the norm or the
-        loss is not finite, nothing is changed."""
-        gradients = [p.grad for p in self.parameters if p.grad is not None]
-        self.ranks.all_reduce_mean(gradients)
-        norm = torch.nn.utils.get_total_norm(gradients)
+    def step(self, step: int, loss: Tensor) -> StepOutcome:
+        """Clip by the joint norm and update. Where the norm or the loss is not finite, nothing is changed."""
+        squares: Any = torch.zeros((), device=loss.device)
         if self.tables is not None:
-            norm = torch.sqrt(norm.square() + self.ranks.all_reduce_sum(self.tables.gradient_square_sum()))
-        size, loss_value = torch.stack((norm, loss.to(norm.dtype))).tolist()  # the one host sync of a step
-        finite = math.isfinite(size) and math.isfinite(loss_value)
-        if finite:
-            self._clip(size, gradients)
-            for group in self.adamw.param_groups:
-                group["lr"] = learning_rate(self.config, step)
-            self.adamw.step()
-            if self.table_optimizer is not None:
+            squares = self.mesh.world.all_reduce_sum(self.tables.gradient_square_sum().to(loss.device))
+        outcome = self.engine.step(learning_rate(self.config, step), loss, squares)
+        if self.tables is not None and self.table_optimizer is not None:
+            if outcome.counted:
+                if outcome.factor < 1:
+                    self.tables.scale_gradients(outcome.factor)
                 self.table_optimizer.step(step)
-        self.adamw.zero_grad()
-        if self.tables is not None:
+            else:
+                self.table_optimizer.skip()
             self.tables.clear_gradients()
-        return norm, finite
-
-    def _clip(self, norm: float, gradients: list[Tensor]) -> None:
-        limit = self.config.optimizer.clip_norm
-        if limit == 0 or norm <= limit:
-            return
-        factor = limit / (norm + 1e-6)
-        torch._foreach_mul_(gradients, factor)
-        if self.tables is not None:
-            self.tables.scale_gradients(factor)
+        return outcome

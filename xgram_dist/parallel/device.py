@@ -2,10 +2,19 @@
 
 import ctypes
 import os
+import time
+from pathlib import Path
+from typing import Any
 
 import torch
+from torch import Tensor
+
+from xgram_dist.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+
+PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
+"""By what a device's name holds."""
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -13,7 +22,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 def choose_device() -> torch.device:
     """This process's accelerator (by LOCAL_RANK), else the CPU, with its memory kept."""
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
+        if local >= found:
+            raise UserError(
+                f"local rank {local} has no GPU: this machine has {found}; start at most {found} rank(s), or hide "
+                f"the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+            )
+        device = torch.device("cuda", local)
         torch.cuda.set_device(device)
         return device
     keep_host_memory()
@@ -39,6 +54,44 @@ def keep_host_memory() -> None:
         return
     mallopt(_M_MMAP_MAX, 0)
     mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def to_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """From host memory, without waiting."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+
+
+def now(device: torch.device) -> Any:
+    """This moment in the device's queue of work, for `seconds_between`."""
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()  # type: ignore[no-untyped-call]
+    return event
+
+
+def seconds_between(start: Any, end: Any) -> float:
+    """Both moments must have passed: synchronise first."""
+    return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
+
+
+def peak_memory(device: torch.device) -> int:
+    """Most bytes ever held: of the device's allocator, or of this process."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    try:
+        status = Path("/proc/self/status").read_text(encoding="utf-8")
+    except OSError:
+        return 0
+    return next((int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM:")), 0)
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Dense bf16 operations a second the device is sold with; None where that is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
 
 
 def synchronize(device: torch.device) -> None:

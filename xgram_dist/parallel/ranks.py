@@ -12,14 +12,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-TIMEOUT = timedelta(minutes=10)
+from xgram_dist.parallel.phases import Phases
+
+START_SECONDS = 300.0
 
 
 class Ranks:
     """This process's rank, the number of ranks, and sums over them."""
 
-    def __init__(self, rank: int = 0, size: int = 1, group: Any = None):
+    def __init__(self, rank: int = 0, size: int = 1, group: Any = None, host: "Ranks | None" = None):
         self.rank, self.size, self.group = rank, size, group
+        self.host = host or self
+        """The same ranks, for what lies in host memory; its messages do not mix with the others, so that a thread may
+        have it for itself."""
+        self.timeout = timedelta(minutes=10)
+        self.phases = Phases(rank, torch.device("cpu"))
+        """What this rank is doing; `train` sets its device."""
 
     @property
     def first(self) -> bool:
@@ -40,6 +48,11 @@ class Ranks:
             dist.all_reduce(tensor, group=self.group)
         return tensor
 
+    def all_reduce_max(self, tensor: Tensor) -> Tensor:
+        if self.size > 1:
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
+        return tensor
+
     def any(self, flag: bool, device: torch.device) -> bool:
         """Whether any rank says so; every rank gets the same answer."""
         return flag if self.size == 1 else self.sum_integers(int(flag), 0, device)[0] > 0
@@ -50,9 +63,19 @@ class Ranks:
 
     def exchange(self, sent: Tensor, sent_counts: list[int], received_counts: list[int]) -> tuple[Tensor, Any]:
         """All-to-all of rows, in flight: (buffer to be filled, handle to wait on)."""
+        if self.size == 1:
+            return sent, _Done()
         received = sent.new_empty(sum(received_counts), *sent.shape[1:])
         handle = dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self.group, async_op=True)
         return received, handle
+
+    def gather_along(self, piece: Tensor, dim: int | None) -> Tensor:
+        """Every rank's piece, joined along a dimension in rank order; None: all have the whole."""
+        if self.size == 1 or dim is None:
+            return piece
+        found = [torch.empty_like(piece, memory_format=torch.contiguous_format) for _ in range(self.size)]
+        dist.all_gather(found, piece.contiguous(), group=self.group)
+        return torch.cat(found, dim=dim)
 
     def gather_objects(self, value: Any) -> list[Any]:
         """Every rank's value (plain data of our own), on every rank."""
@@ -67,11 +90,25 @@ class Ranks:
             dist.destroy_process_group()
 
 
-def join_ranks(device: torch.device) -> Ranks:
-    """The process group the environment describes."""
+class _Done:
+    def wait(self) -> None:
+        pass
+
+
+def join_ranks(device: torch.device, timeout: float = 600.0) -> Ranks:
+    """The process group the environment describes.
+
+    The library's own limit lies above `timeout`, which `Phases.watch` enforces: it knows step and phase, and ranks may
+    take their time to start.
+    """
     size = int(os.environ.get("WORLD_SIZE", "1"))
     if size == 1:
         return Ranks()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, timeout=TIMEOUT)
-    return Ranks(dist.get_rank(), dist.get_world_size(), dist.group.WORLD)
+    limit = timedelta(seconds=timeout + START_SECONDS)
+    dist.init_process_group(backend, timeout=limit)
+    rank = dist.get_rank()
+    host = Ranks(rank, size, dist.new_group(backend="gloo", timeout=limit))
+    world = Ranks(rank, size, dist.group.WORLD, host)
+    world.timeout = limit
+    return world

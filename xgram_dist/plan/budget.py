@@ -67,6 +67,13 @@ def plan_budget(config: Config) -> Budget:
     )
 
 
+def block_flops_per_token(config: Config) -> int:
+    """Forward of all blocks, with what is injected: what activation checkpointing computes once more."""
+    budget, model = plan_budget(config), config.model
+    head = 2 * model.vocabulary * model.width
+    return budget.backbone_flops_per_token - head + budget.extra_flops_per_token
+
+
 def _kv_width(model: ModelConfig) -> int:
     return model.width // model.heads * model.kv_heads
 

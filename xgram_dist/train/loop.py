@@ -9,24 +9,36 @@ import time
 from pathlib import Path
 from typing import Any
 
-from xgram_dist.config import Config
+import torch
+
+from xgram_dist.checkpoint.boxes import Spread
+from xgram_dist.checkpoint.load import load_newest
+from xgram_dist.checkpoint.save import Saver
+from xgram_dist.checkpoint.state import backbone_state, table_state
+from xgram_dist.config import Config, dump_config
 from xgram_dist.config.check import accumulation, check_files
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.loader import Loader, validation_batches
+from xgram_dist.engine import build_engine
 from xgram_dist.errors import UserError
-from xgram_dist.memory.sharded_tables import owned_tables
+from xgram_dist.memory.tables import store_of
 from xgram_dist.optim.schedule import learning_rate, warmup_factor
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.device import choose_device, make_deterministic, synchronize
+from xgram_dist.parallel.mesh import build_mesh
 from xgram_dist.parallel.ranks import Ranks
 from xgram_dist.train.agree import check_agreement
+from xgram_dist.train.ahead import Planned, PlannedSteps
 from xgram_dist.train.build import build_lookup, build_model
-from xgram_dist.train.folder import ROUTING, check_run_folder, open_run_folder, save_weights
-from xgram_dist.train.interval import Interval
+from xgram_dist.train.exchange import exchange_figures
+from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder, save_weights
+from xgram_dist.train.footprint import footprint
+from xgram_dist.train.interval import Interval, Rates
 from xgram_dist.train.metrics import Metrics, perplexity, status_line
-from xgram_dist.train.routing import resolve_routing
+from xgram_dist.train.routing import resolve_routing, touched_share
 from xgram_dist.train.step import StepResult, train_step
 from xgram_dist.train.stop import Stop
+from xgram_dist.train.trace import TraceWindow
 from xgram_dist.train.validate import validate
 
 
@@ -36,11 +48,15 @@ class Trainer:
     def __init__(self, config: Config, folder: Path, fresh: bool, ranks: Ranks | None = None):
         check_files(config)
         self.ranks = ranks or Ranks()
-        accumulation(config, self.ranks.size)
+        self.mesh = build_mesh(config, self.ranks)
+        accumulation(config, self.mesh.data.size)
         if self.ranks.first:
             check_run_folder(folder, fresh)
         make_deterministic(config.train.deterministic)
         self.config, self.folder, self.device = config, folder, choose_device()
+        self.ranks.phases.device = self.device
+        if self.ranks.size > 1:
+            self.ranks.phases.watch(config.train.collective_timeout)
         where: dict[str, Any] = {"remote": config.data.remote, "cache": config.data.cache}
         self.data = PreparedData.open(config.data.path, "train", cache_limit=config.data.cache_limit, **where)
         self.validation = validation_batches(
@@ -56,44 +72,70 @@ class Trainer:
             micro_batch=config.train.micro_batch,
             seed=config.train.seed,
             weights=config.data.weights,
-            rank=self.ranks.rank,
-            ranks=self.ranks.size,
+            rank=self.mesh.data.rank,
+            ranks=self.mesh.data.size,
             prefetch=config.data.prefetch,
             vocabulary=config.model.vocabulary,
         )
         routing = resolve_routing(config, self.data)
         check_agreement(self.ranks, config, routing, self.data.fingerprint)
-        self.model = build_model(config, self.device, self.data.manifest.end_of_text)
-        self.lookup = build_lookup(config, routing, self.device, self.ranks)
-        self.optimizer = Optimizer(config, self.model, self.lookup, self.ranks)
+        model = build_model(config, self.device, self.data.manifest.end_of_text, self.mesh.tensor)
+        self.engine = build_engine(config, model, self.mesh, self.device)
+        self.lookup = build_lookup(config, routing, self.device, self.mesh)
+        share = touched_share(config, self.data, routing)
+        self.optimizer = Optimizer(config, self.engine, self.lookup, self.mesh, share)
+        self.routing = routing
+        self.saver = Saver(folder, config.checkpoint, self.ranks)
+        self.position = self.start = self.skipped = self.skipped_in_a_row = 0  # position: global sequences trained on
+        if not fresh:
+            self._resume()
         self.metrics: Metrics | None = None
         if self.ranks.first:
-            open_run_folder(folder, config)
+            open_run_folder(folder, config, self.mesh.data.size, self.start)
+            print(self.mesh, flush=True)
             if routing is not None:
                 routing.save(folder / ROUTING)
             self.metrics = Metrics(folder)
-        self.interval = Interval(config.train.steps)
-        self.skipped = self.skipped_in_a_row = 0
+        self.interval = Interval(config.train.steps, self.start)
+        self.rates = Rates(config, self.ranks.size, self.device)
+        self.trace = TraceWindow(config.train.profile_from, config.train.profile_steps, str(folder / TRACE))
+        left = config.train.steps - self.start
+        self.steps = PlannedSteps(self.loader, self.lookup, steps=left, ahead=config.memory.plan_ahead)
 
     def run(self) -> int:
         """Train to the end; exit code 0, or 130 when stopped by a signal."""
-        train, step, stopped = self.config.train, 0, False
+        train, step, stopped = self.config.train, self.start, False
         try:
             with Stop() as stop, self.loader:
-                for step in range(1, train.steps + 1):
-                    batch = next(self.loader)
-                    result = train_step(self.config, self.model, self.lookup, self.optimizer, batch.tokens, step)
+                for step in range(self.start + 1, train.steps + 1):
+                    if self.ranks.first:
+                        self.trace.before(step)
+                    with self.ranks.phases("data"):
+                        planned = self.steps.take()
+                    result = train_step(self.config, self.lookup, self.optimizer, *planned.work, step)
+                    self.position = planned.position
+                    if self.trace.after(step):
+                        self._say(f"step {step}: trace in {self.trace.path}")
                     self._count_skipped(step, result)
-                    self.interval.add(batch.tokens.numel() * self.ranks.size)
-                    if step % train.log_every == 0 or step in (1, train.steps):
-                        self._report(step, result)
+                    self.interval.add(planned.work[0].numel() * self.mesh.data.size)
+                    if step % train.log_every == 0 or step in (self.start + 1, train.steps):
+                        self._report(step, result, planned)
+                    self._tell(self.saver.outcome())
                     stopped = self.ranks.any(stop.signal is not None, self.device) and step < train.steps
                     if stopped:
                         break
+                    every = self.config.checkpoint.every
+                    if every and step % every == 0 and step < train.steps:
+                        self._save(step, wait=False)
                     if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                         self._validate(step)
                 return self._finish(step, stopped)
         finally:
+            self.steps.finish()
+            self.saver.close()
+            self.lookup.close()
+            self.engine.close()
+            self.ranks.phases.close()
             if self.metrics is not None:
                 self.metrics.close()
 
@@ -105,7 +147,7 @@ class Trainer:
         if self.metrics is not None:
             self.metrics.write(kind, step, **values)
 
-    def _report(self, step: int, result: StepResult) -> None:
+    def _report(self, step: int, result: StepResult, planned: Planned) -> None:
         synchronize(self.device)
         figures, left = self.interval.close(step)
         entropy = float(result.cross_entropy)
@@ -116,11 +158,63 @@ class Trainer:
             "learning_rate": learning_rate(self.config, step),
             "gradient_norm": float(result.gradient_norm),
             **figures,
-            "distinct_tokens": result.distinct,
+            **self.rates.of(figures["tokens_per_second"]),
+            **exchange_figures(self.config, planned.work[1], self.mesh.data.rank),
+            **self.ranks.phases.take(),
             "skipped": self.skipped,
         }
         self._record("train", step, **values)
+        if step == self.start + 1:
+            self._record_memory(step, planned)
         self._say(status_line(step, self.config.train.steps, values, left))
+
+    def _resume(self) -> None:
+        """Go on from the newest checkpoint of the run folder that is whole."""
+        tables = self.optimizer.table_optimizer
+        facts, complaints = load_newest(self.folder, self.engine, tables, self.routing, self.mesh)
+        for complaint in complaints:
+            self._say(complaint)
+        if facts is None:
+            if complaints:
+                raise UserError(f"'{self.folder}' has no checkpoint to go on from; start over with --fresh")
+            return
+        self.start, self.position, self.skipped = facts["step"], facts["loader"]["position"], facts["skipped"]
+        self.loader.load_state_dict(facts["loader"])
+        self._say(f"going on after step {self.start}")
+
+    def _save(self, step: int, *, wait: bool) -> None:
+        tables = self.optimizer.table_optimizer
+        state = backbone_state(self.engine, self.mesh)
+        if tables is not None:
+            rows, whole = table_state(tables, self.mesh)
+            state |= rows | whole
+        state[f"rng.rank-{self.ranks.rank}"] = Spread.whole(torch.get_rng_state())
+        facts = {
+            "step": step,
+            "updates": self.engine.step_count,
+            "skipped": self.skipped,
+            "loader": {**self.loader.state_dict(), "position": self.position},
+            "ranks": self.ranks.size,
+            "data_ranks": self.mesh.data.size,
+            "tensor": self.mesh.tensor.size,
+            "engine": self.config.parallel.engine,
+            "placement": "token",
+            "table_optimizer": None if tables is None else tables.kind,
+            "routing": None if self.routing is None else self.routing.sha256(),
+            "config": dump_config(self.config),
+        }
+        files = [self.folder / ROUTING] if self.routing is not None else []
+        self._tell(self.saver.save(state, facts, files, wait=wait))
+
+    def _tell(self, sentence: str | None) -> None:
+        if sentence is not None:
+            self._say(sentence)
+
+    def _record_memory(self, step: int, planned: Planned) -> None:
+        """Once, of every rank: after a whole step everything there is has been made."""
+        mine = footprint(self.engine, self.lookup, self.optimizer, planned.work[1])
+        for rank, parts in enumerate(self.ranks.gather_objects(mine)):
+            self._record("memory", step, rank=rank, **parts)
 
     def _count_skipped(self, step: int, result: StepResult) -> None:
         if result.counted:
@@ -132,7 +226,7 @@ class Trainer:
         self._say(f"step {step}: skipped, gradient norm {norm}, loss {loss}")
         self._record("skipped", step, loss=loss, gradient_norm=norm)
         if self.skipped_in_a_row > self.config.train.max_skipped:
-            save_weights(self.folder, self.model, self.lookup, step, self.ranks)
+            save_weights(self.folder, self.engine, self.lookup, step, self.mesh)
             raise UserError(
                 f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {step} "
                 f"(train.max_skipped = {self.config.train.max_skipped}); lower optimizer.learning_rate or "
@@ -142,7 +236,8 @@ class Trainer:
 
     def _validate(self, step: int) -> float:
         start = time.monotonic()
-        entropy = validate(self.model, self.lookup, self.validation, warmup_factor(self.config, step), self.ranks)
+        warmup = warmup_factor(self.config, step)
+        entropy = validate(self.engine, self.lookup, self.validation, warmup, self.mesh, self.device)
         self._record("validation", step, loss=entropy, perplexity=perplexity(entropy))
         self._say(f"step {step}: validation loss {entropy:.4f}, perplexity {perplexity(entropy):.3f}")
         self.interval.pause(time.monotonic() - start)
@@ -151,8 +246,9 @@ class Trainer:
     def _finish(self, step: int, stopped: bool) -> int:
         rate = self.interval.overall()  # before the weights are written, which is not training
         entropy = None if stopped else self._validate(step)
-        weights = save_weights(self.folder, self.model, self.lookup, step, self.ranks)
-        tables = owned_tables(self.lookup)
+        self._save(step, wait=True)
+        weights = save_weights(self.folder, self.engine, self.lookup, step, self.mesh)
+        tables = store_of(self.lookup)
         hit, rows = self.ranks.sum_integers(*(tables.rows_hit() if tables is not None else (0, 0)), self.device)
         self._record(
             "end",
@@ -160,7 +256,7 @@ class Trainer:
             complete=not stopped,
             validation_loss=entropy,
             validation_perplexity=None if entropy is None else perplexity(entropy),
-            tokens=self.loader.position * self.config.model.sequence_length,
+            tokens=self.position * self.config.model.sequence_length,
             tokens_per_second=rate,
             skipped=self.skipped,
             rows_hit=hit,

@@ -11,6 +11,7 @@ from xgram_dist.memory.layout import num_rows, num_views, routing_settings
 from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.memory.routing.frequencies import load_frequencies
 from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.memory.touched import expected_touched_share
 
 
 def resolve_routing(config: Config, data: PreparedData) -> Routing | None:
@@ -20,13 +21,28 @@ def resolve_routing(config: Config, data: PreparedData) -> Routing | None:
     settings = config.memory.routing
     if settings.file is not None:
         return _checked(Routing.load(Path(settings.file)), config, settings.file)
-    # Not the folder the shards are read from: that may be a cache, which holds shards alone.
-    prepared = Path(config.data.path) if config.data.path is not None else data.folder
-    source = Path(settings.frequencies) if settings.frequencies is not None else prepared / "counts.npz"
+    source = _frequency_file(config, data)
     if not source.exists():
         raise UserError(f"the data set has no '{source}'; set memory.routing.file or memory.routing.frequencies")
     frequencies = load_frequencies(source, vocabulary=config.model.vocabulary)
     return build_routing(np.asarray(frequencies), routing_settings(config), num_views(config))
+
+
+def touched_share(config: Config, data: PreparedData, routing: Routing | None) -> float | None:
+    """Share of the rows a step is expected to hit; None where no token counts say."""
+    source = _frequency_file(config, data)
+    if config.memory.method == "vanilla" or not source.exists():
+        return None
+    frequencies = load_frequencies(source, vocabulary=config.model.vocabulary)
+    tokens = config.train.global_batch * config.model.sequence_length
+    return expected_touched_share(np.asarray(frequencies), routing, num_rows(config), tokens)
+
+
+def _frequency_file(config: Config, data: PreparedData) -> Path:
+    # Not the folder the shards are read from: that may be a cache, which holds shards alone.
+    prepared = Path(config.data.path) if config.data.path is not None else data.folder
+    named = config.memory.routing.frequencies
+    return Path(named) if named is not None else prepared / "counts.npz"
 
 
 def _checked(routing: Routing, config: Config, file: str) -> Routing:

@@ -3,25 +3,25 @@
 import torch
 from torch import Tensor
 
+from xgram_dist.engine.protocol import Engine
 from xgram_dist.memory.working_set import Lookup
-from xgram_dist.model.transformer import Transformer
-from xgram_dist.parallel.ranks import Ranks
+from xgram_dist.parallel.mesh import Mesh
 
 
 @torch.no_grad()
 def validate(
-    model: Transformer, lookup: Lookup, batches: list[Tensor], warmup: float, ranks: Ranks | None = None
+    engine: Engine, lookup: Lookup, batches: list[Tensor], warmup: float, mesh: Mesh, device: torch.device
 ) -> float:
     """Mean over batches of equal shape, dealt to the ranks in turn; `warmup` is the injection's factor now."""
-    ranks = ranks or Ranks()
-    device = model.embedding.device
+    data = mesh.data
     factor = torch.tensor(warmup, device=device, dtype=torch.float64)
     total = torch.zeros((), device=device, dtype=torch.float64)
-    for first in range(0, len(batches), ranks.size):
-        mine = first + ranks.rank
-        # A rank without a batch in the last round still answers the others' requests for rows.
-        tokens_BT = batches[mine].to(device, non_blocking=True) if mine < len(batches) else batches[0][:0].to(device)
-        working = lookup.fetch(tokens_BT, training=False)
+    for first in range(0, len(batches), data.size):
+        mine = first + data.rank
+        # A rank without a batch in the last round goes along with another: collectives need all.
+        tokens_BT = batches[mine] if mine < len(batches) else batches[0]
+        working = lookup.fetch(lookup.plan(tokens_BT, whole=True).result()[0], training=False)
+        entropy = engine.loss(tokens_BT.to(device, non_blocking=True), working.slots, working.values, factor)[1]
         if mine < len(batches):
-            total += model.loss(tokens_BT, working.slots, working.values, factor)[1]
-    return float(ranks.all_reduce_sum(total) / len(batches))
+            total += entropy
+    return float(data.all_reduce_sum(total) / len(batches))

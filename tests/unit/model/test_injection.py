@@ -116,7 +116,7 @@ def test_network_equals_the_formulas_with_every_switch(case):
     values, slots = {}, torch.zeros_like(asked)
     if settings.memory.method != "vanilla":
         tables = tiny.tables(settings, F64)
-        working = tables.fetch(asked)
+        working = tiny.fetch(tables, asked)
         values, slots = working.values, working.slots
     hidden = made(asked, slots, values, torch.tensor(0.7, dtype=F64))
     for b in range(2):
@@ -133,7 +133,7 @@ def test_no_position_sees_a_later_token(sites):
     changed[0, 7] = (changed[0, 7] + 1) % settings.model.vocabulary
     outputs = []
     for line in (asked, changed):
-        working = tables.fetch(line)
+        working = tiny.fetch(tables, line)
         outputs.append(made(line, working.slots, working.values, torch.tensor(1.0)))
     difference = (outputs[0] - outputs[1]).abs().sum(-1)[0]
     assert torch.all(difference[:7] < 1e-12)
@@ -148,7 +148,7 @@ def test_document_masking_makes_documents_independent():
     other = torch.tensor([[6, 1, 2, 0, 8, 8, 4, 7]])
     outputs = []
     for line in (one, other):
-        working = tables.fetch(line)
+        working = tiny.fetch(tables, line)
         outputs.append(made(line, working.slots, working.values, torch.tensor(1.0)))
     torch.testing.assert_close(outputs[0][:, 4:], outputs[1][:, 4:], rtol=1e-10, atol=1e-12)
     assert (outputs[0][:, :4] - outputs[1][:, :4]).abs().max() > 1e-6
@@ -157,7 +157,7 @@ def test_document_masking_makes_documents_independent():
 def test_warm_up_factor_zero_leaves_the_vanilla_network():
     settings, plain = tiny.config(memory={"sites": ALL_SITES}), tiny.config(memory={"method": "vanilla"})
     asked = tiny.tokens(settings, 2, 12)
-    working = tiny.tables(settings).fetch(asked)
+    working = tiny.fetch(tiny.tables(settings), asked)
     with_tables = tiny.model(settings)(asked, working.slots, working.values, torch.tensor(0.0))
     without = tiny.model(plain)(asked, asked, {}, torch.tensor(0.0))
     torch.testing.assert_close(with_tables, without)

@@ -12,7 +12,7 @@ SITES = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}
 
 def losses_and_gradients(settings, batch, made=None, tables=None):
     made, tables = made or tiny.model(settings), tables or tiny.tables(settings)
-    working = tables.fetch(batch)
+    working = tiny.fetch(tables, batch)
     total = 0.0
     for tokens, slots in zip(batch, working.slots, strict=True):
         loss, _ = made.loss(tokens, slots, working.values, torch.tensor(0.5))
@@ -20,7 +20,7 @@ def losses_and_gradients(settings, batch, made=None, tables=None):
         total += float(loss.detach()) / len(batch)
     tables.give_back(working)
     gradients = {name: p.grad.clone() for name, p in made.named_parameters()}
-    gradients |= {f"table {i}": tiny.dense_gradients(state)[0] for i, state in enumerate(tables.states)}
+    gradients |= {f"table {i}": tiny.dense_gradients(state)[0] for i, state in enumerate(tables.store.states)}
     return total, gradients
 
 
@@ -50,7 +50,7 @@ def test_planned_parameters_are_those_that_are_made(memory):
     assert sum(p.numel() for p in made.parameters()) - injected == budget.backbone_parameters
     assert injected == budget.extractor_parameters
     if settings.memory.method != "vanilla":
-        states = tiny.tables(settings).states
+        states = tiny.tables(settings).store.states
         assert sum(s.rows.numel() for s in states) == budget.table_parameters
         assert sum(s.gates.numel() for s in states if s.gates is not None) == budget.gate_parameters
 

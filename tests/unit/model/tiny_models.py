@@ -7,10 +7,11 @@ import torch
 
 from xgram_dist.config import build_config
 from xgram_dist.memory.layout import num_views, routing_settings
-from xgram_dist.memory.local_tables import LocalTables
 from xgram_dist.memory.routing.build import build_routing
+from xgram_dist.memory.tables import Tables
 from xgram_dist.model.initial import initialise
 from xgram_dist.model.transformer import Transformer
+from xgram_dist.parallel.tensor import global_shape_and_offset, tensor_dim, tensor_slice
 
 CPU = torch.device("cpu")
 
@@ -31,6 +32,7 @@ BASE = {
         "sites": {"v": {"views": 2, "kernels": [3, 5]}},
         "routing": {"vip": 4, "buckets": 4},
     },
+    "parallel": {"engine": "replicated"},
     "train": {"precision": "fp32", "global_batch": 4, "micro_batch": 2, "steps": 100},
 }
 
@@ -54,14 +56,19 @@ def routing(settings):
 
 
 def tables(settings, dtype=torch.float32):
-    made = LocalTables(settings, routing(settings), CPU)
-    for state in made.states:
+    made = Tables(settings, routing(settings), CPU)
+    for state in made.store.states:
         state.rows = state.rows.to(dtype)
         if state.gates is not None:
             # Not all alike, so that a gate read from the wrong row or table shows.
             noise = torch.randn(state.gates.shape, generator=torch.Generator().manual_seed(5))
             state.gates = (state.gates + noise).to(dtype)
     return made
+
+
+def fetch(tables, tokens, training=True):
+    """The working set of these tokens, in one window."""
+    return tables.fetch(tables.plan(tokens, whole=True).result()[0], training=training)
 
 
 def dense_gradients(state):
@@ -75,15 +82,16 @@ def dense_gradients(state):
     return rows, gates
 
 
-def model(settings, dtype=torch.float32, end_of_text=None):
-    made = Transformer(settings, dtype, end_of_text)
+def model(settings, dtype=torch.float32, end_of_text=None, tensor=None):
+    made = Transformer(settings, dtype, end_of_text, tensor)
     initialise(made, settings)
     # Move what starts at a special value, so that a forgotten factor shows.
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
         for name, parameter in made.named_parameters():
             if ".sites." in name:
-                parameter.add_(0.3 * torch.randn(parameter.shape, generator=generator))
+                noise = torch.randn(global_shape_and_offset(parameter, made.axis)[0], generator=generator)
+                parameter.add_(0.3 * tensor_slice(noise, tensor_dim(parameter), made.axis))
     return made.to(dtype)
 
 
@@ -93,17 +101,17 @@ def tokens(settings, *shape, seed=0):
 
 def literal_retrieval(made, name, token):
     """e(token) of one table, as a loop over the accesses of the token."""
-    for state in made.states:
+    for state, row_map in zip(made.store.states, made.planner.maps, strict=True):
         for number, (table, columns) in enumerate(state.slab.columns().items()):
             if table != name:
                 continue
-            if state.row_map is None:
+            if row_map is None:
                 return state.rows[token, columns].clone()
-            begin, end = state.row_map.offsets[token], state.row_map.offsets[token + 1]
+            begin, end = row_map.offsets[token], row_map.offsets[token + 1]
             total = torch.zeros(columns.stop - columns.start, dtype=state.rows.dtype)
             for entry in range(int(begin), int(end)):
-                row = int(state.row_map.rows[entry])
-                factor = state.row_map.coefficients[entry].to(total.dtype)
+                row = int(row_map.rows[entry])
+                factor = torch.tensor(row_map.coefficients[entry]).to(total.dtype)
                 if state.gates is not None:
                     factor = factor * torch.sigmoid(state.gates[row, number])
                 total = total + factor * state.rows[row, columns]

@@ -5,13 +5,16 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from train_helpers import ROWS, VOCABULARY, read_metrics, small_config
 
-from xgram_dist.config import Config
+from xgram_dist.cli.main import main
+from xgram_dist.config import Config, dump_config
 from xgram_dist.errors import UserError
 from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.routing.settings import RoutingSettings
+from xgram_dist.train import loop
 from xgram_dist.train.loop import Trainer
 
 
@@ -109,3 +112,20 @@ def test_a_recipe_that_does_not_fit_the_data_is_refused(
     with pytest.raises(UserError, match=words):
         Trainer(small_config(data, "vanilla", **sections), tmp_path / "run", fresh=False)
     assert not (tmp_path / "run").exists()
+
+
+def test_running_out_of_memory_ends_with_the_plan_and_the_keys_that_help(
+    data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def step(*arguments: object) -> None:
+        torch.empty(1 << 60, dtype=torch.uint8)  # the real thing: no machine has it
+
+    monkeypatch.setattr(loop, "train_step", step)
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(dump_config(small_config(data)))
+    assert main(["train", str(recipe), "--folder", str(tmp_path / "run")]) == 2
+    said = capsys.readouterr().err
+    assert "out of memory" in said
+    assert "the plan for a rank, in GiB: " in said
+    assert "train.activation_checkpointing" in said
+    assert "Traceback" not in said

@@ -2,6 +2,7 @@
 
 import math
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -73,9 +74,9 @@ def expected_backbone() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def test_the_folder_holds_the_five_things_it_should(finished: Path) -> None:
+def test_the_folder_holds_the_six_things_it_should(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", "routing.npz", "model.safetensors"}
+    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", "routing.npz", "model.safetensors", "checkpoints"}
     assert len(list((finished / "tensorboard").glob("events.out.tfevents.*"))) == 1
 
 
@@ -109,6 +110,9 @@ def test_plan_counts_what_training_saves(finished: Path) -> None:
     assert sum(size for name, size in sizes.items() if name.endswith(".gates")) == budget.gate_parameters
 
 
+MEMORY_PARTS = ("backbone", "backbone_optimizer", "tables", "tables_optimizer", "working_set", "peak")
+
+
 def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> None:
     common = {"kind", "step", "seconds"}
     expected = {
@@ -120,9 +124,20 @@ def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> No
             "gradient_norm",
             "tokens_per_second",
             "step_seconds",
-            "distinct_tokens",
             "skipped",
+            "tokens_per_second_rank",
+            "model_tflops",
+            "distinct_tokens",
+            "windows",
+            "vectors_received",
+            "vectors_sent",
+            "bytes_sent",
+            "bytes_received",
+            "bytes_bound",
+            "imbalance",
+            *(f"seconds_{phase}" for phase in ("data", "plan", "fetch", "wait", "compute", "return", "update")),
         },
+        "memory": {"rank", *(f"bytes_{part}" for part in MEMORY_PARTS)},
         "validation": {"loss", "perplexity"},
         "end": {
             "complete",
@@ -137,7 +152,7 @@ def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> No
     }
     records = read_metrics(finished)
     assert [record["kind"] for record in records] == [
-        "train", "train", "validation", "train", "train", "validation", "train", "validation", "end",
+        "train", "memory", "train", "validation", "train", "train", "validation", "train", "validation", "end",
     ]  # fmt: skip
     for record in records:
         assert set(record) == common | expected[record["kind"]]
@@ -213,14 +228,14 @@ def test_another_seed_gives_other_weights_and_other_batches(data: Path, tmp_path
         with trainer.loader:
             tokens.append(next(trainer.loader).tokens)
     assert not torch.equal(tokens[0], tokens[1])
-    assert not torch.equal(trainers[0].model.embedding, trainers[1].model.embedding)
-    one, two = (trainer.lookup.named_tensors()["layers.0.v.0.rows"] for trainer in trainers)  # type: ignore[attr-defined]
+    assert not torch.equal(trainers[0].engine.model.embedding, trainers[1].engine.model.embedding)
+    one, two = (trainer.lookup.store.named_tensors()["layers.0.v.0.rows"] for trainer in trainers)  # type: ignore[attr-defined]
     assert not torch.equal(one, two)
 
 
 def test_vanilla_and_xgram_start_alike_and_see_the_same_batches(data: Path, tmp_path: Path) -> None:
     trainers = {m: Trainer(small_config(data, m), tmp_path / m, fresh=False) for m in ("vanilla", "xgram")}
-    weights = {m: dict(trainer.model.named_parameters()) for m, trainer in trainers.items()}
+    weights = {m: dict(trainer.engine.model.named_parameters()) for m, trainer in trainers.items()}
     assert set(weights["vanilla"]) < set(weights["xgram"])
     assert all(".sites." in name for name in set(weights["xgram"]) - set(weights["vanilla"]))
     for name, value in weights["vanilla"].items():
@@ -242,11 +257,12 @@ def test_accumulation_does_not_change_the_first_losses(data: Path, tmp_path: Pat
     assert losses(whole) == pytest.approx(losses(parts), rel=1e-5)
 
 
-def test_a_folder_that_holds_a_run_is_refused_and_left_alone(data: Path, tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_run_without_a_checkpoint_is_refused_and_left_alone(data: Path, tmp_path: Path) -> None:
     config = small_config(data, "vanilla", train={"steps": 1})
     run = train(config, tmp_path / "run")
+    shutil.rmtree(run / "checkpoints")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=rf"'{run}' already holds a run; .*--folder DIR.*--fresh"):
+    with pytest.raises(UserError, match=rf"'{run}' already holds a run, without a checkpoint .*--folder DIR.*--fresh"):
         Trainer(config, run, fresh=False)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -336,3 +352,15 @@ def test_a_second_signal_ends_at_once(
     assert "stopped by Ctrl-C" in capsys.readouterr().err
     assert [record["step"] for record in read_metrics(tmp_path / "run", "train")] == [1]
     assert not (tmp_path / "run" / "model.safetensors").exists()
+
+
+def test_bf16_follows_fp32_within_two_percent_over_200_steps(data: Path, tmp_path: Path) -> None:
+    curves = {}
+    for precision in ("fp32", "bf16"):
+        folder = tmp_path / precision
+        train = {"steps": 200, "precision": precision, "validation_sequences": 4}
+        assert Trainer(small_config(data, train=train), folder, fresh=False).run() == 0
+        curves[precision] = torch.tensor([record["loss"] for record in read_metrics(folder, "train")])
+    assert len(curves["fp32"]) == 200
+    assert float(((curves["bf16"] - curves["fp32"]) / curves["fp32"]).abs().max()) < 0.02
+    assert curves["fp32"][-1] < 0.8 * curves["fp32"][0]  # it learned, so there was something to lose

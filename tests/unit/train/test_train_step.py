@@ -11,7 +11,7 @@ from train_helpers import read_metrics, small_config
 from xgram_dist.cli.main import main
 from xgram_dist.config import Config, dump_config
 from xgram_dist.errors import UserError
-from xgram_dist.memory.local_tables import LocalTables
+from xgram_dist.memory.tables import Tables
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.train.loop import Trainer
 
@@ -23,9 +23,9 @@ def ready(config: Config, folder: Path) -> Trainer:
 
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    found = {name: value.detach().clone() for name, value in trainer.model.named_parameters()}
-    if isinstance(trainer.lookup, LocalTables):
-        found |= {name: value.clone() for name, value in trainer.lookup.named_tensors().items()}
+    found = {name: value.detach().clone() for name, value in trainer.engine.model.named_parameters()}
+    if isinstance(trainer.lookup, Tables):
+        found |= {name: value.clone() for name, value in trainer.lookup.store.named_tensors().items()}
     return found
 
 
@@ -33,19 +33,19 @@ def backward(trainer: Trainer) -> None:
     """The gradients of one micro-batch, given back to the tables."""
     with trainer.loader:
         tokens = next(trainer.loader).tokens[0]
-    working = trainer.lookup.fetch(tokens)
-    loss, _ = trainer.model.loss(tokens, working.slots, working.values, torch.tensor(1.0))
+    working = trainer.lookup.fetch(trainer.lookup.plan(tokens, whole=True).result()[0])
+    loss, _ = trainer.engine.model.loss(tokens, working.slots, working.values, torch.tensor(1.0))
     loss.backward()  # type: ignore[no-untyped-call]
     trainer.lookup.give_back(working)
 
 
 def gradients_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    assert isinstance(trainer.lookup, LocalTables)
+    assert isinstance(trainer.lookup, Tables)
     found = {}
-    for name, value in trainer.model.named_parameters():
+    for name, value in trainer.engine.model.named_parameters():
         assert value.grad is not None
         found[name] = value.grad.clone()
-    for state in trainer.lookup.states:
+    for state in trainer.lookup.store.states:
         assert state.gradient is not None
         assert state.gates is not None
         assert state.gradient.gates is not None
@@ -89,7 +89,7 @@ def test_the_update_is_clipped_by_the_joint_norm_of_backbone_and_tables(
     joint = math.sqrt(sum(squares.values()))
     backbone = math.sqrt(sum(square for name, square in squares.items() if not name.startswith("layers.")))
     assert joint > 1.002 * backbone  # or the test could not tell the two apart
-    norm, counted = trainer.optimizer.step(1, torch.zeros(()))
+    norm, _, counted = trainer.optimizer.step(1, torch.zeros(()))
     assert counted
     assert float(norm) == pytest.approx(joint, rel=1e-5)
     factor = min(1.0, limit / joint) if limit else 1.0
@@ -106,9 +106,9 @@ def test_a_step_leaves_no_gradient_behind(data: Path, tmp_path: Path) -> None:
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
     trainer.optimizer.step(1, torch.zeros(()))
-    assert isinstance(trainer.lookup, LocalTables)
-    assert all(value.grad is None for value in trainer.model.parameters())
-    assert all(state.gradient is None for state in trainer.lookup.states)
+    assert isinstance(trainer.lookup, Tables)
+    assert all(value.grad is None for value in trainer.engine.model.parameters())
+    assert all(state.gradient is None for state in trainer.lookup.store.states)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: float) -> list[tuple[int, bool]]:
@@ -119,7 +119,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: 
     def step(self: Optimizer, number: int, loss: torch.Tensor) -> Any:
         if number in steps:
             if where == "backbone":
-                gradient = self.parameters[0].grad
+                gradient = next(self.engine.model.parameters()).grad
                 assert gradient is not None
                 gradient.view(-1)[7] = value
             else:
@@ -129,7 +129,7 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: 
                 target = state.gradient.rows if where == "rows" else state.gradient.gates
                 assert target is not None
                 target[2, 1] = value
-        tensors: list[torch.Tensor] = [*self.parameters]
+        tensors: list[torch.Tensor] = [*self.engine.model.parameters()]
         if self.tables is not None:
             tensors += list(self.tables.named_tensors().values())
         before = [tensor.detach().clone() for tensor in tensors]
@@ -166,20 +166,21 @@ def test_a_skipped_step_leaves_the_optimizer_as_it_was(
     poison(monkeypatch, {1}, "rows", math.nan)
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
-    norm, counted = trainer.optimizer.step(1, torch.zeros(()))
+    norm, _, counted = trainer.optimizer.step(1, torch.zeros(()))
     assert math.isnan(float(norm))
     assert not counted
-    assert not trainer.optimizer.adamw.state
-    assert isinstance(trainer.lookup, LocalTables)
-    assert all(value.grad is None for value in trainer.model.parameters())
-    assert all(state.gradient is None for state in trainer.lookup.states)
+    assert trainer.engine.step_count == 0
+    assert not any(bool(v.any()) for p in trainer.engine.pieces() if p.kind != "weight" for _, v in p.boxes)
+    assert isinstance(trainer.lookup, Tables)
+    assert all(value.grad is None for value in trainer.engine.model.parameters())
+    assert all(state.gradient is None for state in trainer.lookup.store.states)
 
 
 def test_a_loss_that_is_not_finite_is_skipped_even_when_every_gradient_is(data: Path, tmp_path: Path) -> None:
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
     before = weights_of(trainer)
-    norm, counted = trainer.optimizer.step(1, torch.tensor(math.inf))
+    norm, _, counted = trainer.optimizer.step(1, torch.tensor(math.inf))
     assert math.isfinite(float(norm))
     assert not counted
     after = weights_of(trainer)
@@ -217,12 +218,13 @@ def test_no_skipped_step_is_tolerated_when_none_is_allowed(
 def test_a_weight_that_is_not_finite_ends_the_run_and_the_metrics_stay_json(data: Path, tmp_path: Path) -> None:
     trainer = Trainer(small_config(data, train={"max_skipped": 1}), tmp_path / "run", fresh=False)
     with torch.no_grad():
-        trainer.model.norm.weight[0] = math.nan
+        trainer.engine.model.norm.weight[0] = math.nan
     with pytest.raises(UserError, match="not finite in 2 steps in a row"):
         trainer.run()
     records = read_metrics(tmp_path / "run")  # would refuse NaN
-    assert [(record["kind"], record["loss"]) for record in records] == [
+    assert [(record["kind"], record.get("loss")) for record in records] == [
         ("skipped", None),
         ("train", None),
+        ("memory", None),
         ("skipped", None),
     ]

@@ -39,6 +39,7 @@ def small_tree(data: Path, method: str = "xgram") -> dict[str, Any]:
         },
         "memory": memory,
         "data": {"path": str(data)},
+        "parallel": {"engine": "replicated"},
         "train": {
             "steps": 4,
             "global_batch": 8,

@@ -3,7 +3,11 @@
     delta = 1/sqrt(M) * sum over views m of  lambda_m * sqrt(layer + 1) * w(step) * out_m
 
 lambda is learnable and starts at 1; w ramps from 0 to 1 over the warm-up. Each factor has its switch.
-Shapes: B batch, T sequence, W width of the site, U distinct tokens, M views.
+
+On a tensor axis, an attention site (q, k, v, qk) has the channels of this rank's key/value heads, in its working-set
+values, its extractors and its delta. A residual site (h, o) has all channels on every rank; where the sequence is
+spread between layers, its delta is of this rank's part, made from that part and the few positions before it.
+Shapes: B batch, T sequence, W width of the site on this rank, U distinct tokens, M views.
 """
 
 import math
@@ -14,7 +18,8 @@ from torch import Tensor, nn
 
 from xgram_dist.config import Config
 from xgram_dist.memory.extraction.shortconv import ShortConv
-from xgram_dist.memory.layout import site_layers, site_width
+from xgram_dist.memory.layout import RESIDUAL_SITES, site_layers, site_width
+from xgram_dist.parallel.tensor import ALONE, TensorAxis, copy_to_tensor
 
 
 class SiteInjection(nn.Module):
@@ -22,10 +27,14 @@ class SiteInjection(nn.Module):
 
     scale: Tensor
 
-    def __init__(self, config: Config, layer: int, site: str):
+    def __init__(self, config: Config, layer: int, site: str, axis: TensorAxis = ALONE):
         super().__init__()
         memory, settings = config.memory, config.memory.sites[site]  # type: ignore[index]
-        width = site_width(config, site)
+        residual = site in RESIDUAL_SITES
+        channels = ALONE if residual else axis
+        self.parts = axis.between_layers if residual else ALONE
+        self.gain_axis = self.parts if residual else axis
+        """Each of its ranks sees a part of what the gains act on."""
         self.tables = [f"layers.{layer}.{site}.{view}" for view in range(settings.views)]
         self.gain = nn.Parameter(torch.ones(settings.views))
         factor = math.sqrt(layer + 1) if memory.injection.depth_scaling else 1.0
@@ -36,16 +45,25 @@ class SiteInjection(nn.Module):
         self.warmed_up = memory.injection.warmup
         kernels = settings.kernels[:1] if memory.extraction.shared else settings.kernels
         distinct = 1 if memory.extraction.shared else settings.views
+        taps = [kernels[view % len(kernels)] for view in range(distinct if memory.extraction.enabled else 0)]
         self.extractors = nn.ModuleList(
-            ShortConv(width, kernels[view % len(kernels)], memory.extraction)
-            for view in range(distinct if memory.extraction.enabled else 0)
+            ShortConv(site_width(config, site), taps_m, memory.extraction, channels, self.parts) for taps_m in taps
         )
+        self.reach = max(taps, default=1) - 1
+        """Positions before the current one that are read."""
 
     def forward(
         self, values: list[Tensor], slots_BT: Tensor, warmup: Tensor, documents_BT: Tensor | None, dtype: torch.dtype
     ) -> Tensor:
-        """The views' working-set rows -> delta [B, T, W] in `dtype`."""
-        factors_M = self.gain * (self.scale * warmup if self.warmed_up else self.scale)
+        """The views' working-set rows -> delta [B, T, W] in `dtype`, of this rank's part of the sequence."""
+        factors_M = copy_to_tensor(self.gain, self.gain_axis) * (self.scale * warmup if self.warmed_up else self.scale)
+        before = 0
+        if self.parts.size > 1:
+            part = self.parts.part(slots_BT.shape[1])
+            before = min(self.reach, part.start)
+            read = slice(part.start - before, part.stop)
+            slots_BT = slots_BT[:, read]
+            documents_BT = None if documents_BT is None else documents_BT[:, read]
         total: Tensor | None = None
         for view, value_UW in enumerate(values):
             if len(self.extractors) == 0:
@@ -55,13 +73,17 @@ class SiteInjection(nn.Module):
             weighted = out * factors_M[view]
             total = weighted if total is None else total + weighted
         assert total is not None
-        return total.to(dtype)
+        return (total[:, before:] if before else total).to(dtype)
 
 
-def build_injections(config: Config, layer: int) -> nn.ModuleDict:
+def build_injections(config: Config, layer: int, axis: TensorAxis = ALONE) -> nn.ModuleDict:
     """The sites of one block."""
     if config.memory.method == "vanilla":
         return nn.ModuleDict()
     return nn.ModuleDict(
-        {site: SiteInjection(config, layer, site) for site in config.memory.sites if layer in site_layers(config, site)}
+        {
+            site: SiteInjection(config, layer, site, axis)
+            for site in config.memory.sites
+            if layer in site_layers(config, site)
+        }
     )

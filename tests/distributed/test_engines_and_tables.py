@@ -1,0 +1,94 @@
+"""Every engine and tensor degree, with sharded tables and without, follows the run of one process."""
+
+import numpy as np
+import pytest
+import torch
+from ranks_helper import run_ranks
+
+STEPS, SEQUENCES = 20, 4
+ENGINES = {
+    "replicated": {"engine": "replicated"},
+    "hsdp": {"engine": "hsdp"},
+    "stage 1": {"engine": "deepspeed", "zero_stage": 1},
+    "stage 2": {"engine": "deepspeed", "zero_stage": 2},
+    "stage 3": {"engine": "deepspeed", "zero_stage": 3},
+}
+METHODS = ("xgram", "vanilla")
+
+
+def settings_of(parallel, method):
+    import tiny_models as tiny
+
+    sites = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
+    return tiny.config(
+        model={"layers": 2, "heads": 4, "kv_heads": 4},
+        memory={"method": method, "sites": sites, "optimizer": "catch_up"},
+        optimizer={"clip_norm": 0.3, "eps": 1e-5},
+        parallel=parallel,
+        train={"micro_batch": 1, "global_batch": SEQUENCES, "steps": 100},
+    )
+
+
+def run(ranks, parallel, method):
+    """(losses, joint norms) of a run."""
+    import tiny_models as tiny
+
+    from xgram_dist.engine import build_engine
+    from xgram_dist.optim.update import Optimizer
+    from xgram_dist.parallel.mesh import build_mesh
+    from xgram_dist.train.build import build_lookup
+    from xgram_dist.train.step import train_step
+
+    config = settings_of(parallel, method)
+    mesh = build_mesh(config, ranks)
+    model = tiny.model(config, tensor=mesh.tensor)
+    engine = build_engine(config, model, mesh, tiny.CPU)
+    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, mesh)
+    optimizer = Optimizer(config, engine, lookup, mesh)
+    losses, norms = [], []
+    share = SEQUENCES // mesh.data.size
+    for step in range(1, STEPS + 1):
+        batch = tiny.tokens(config, SEQUENCES, 1, 12, seed=step)
+        mine = batch[mesh.data.rank * share : (mesh.data.rank + 1) * share]
+        result = train_step(config, lookup, optimizer, mine, lookup.plan(mine).result(), step)
+        losses.append(float(result.loss))
+        norms.append(float(result.gradient_norm))
+    lookup.close()
+    engine.close()
+    return losses, norms
+
+
+def run_cases(ranks, cases):
+    torch.set_num_threads(1)
+    return [run(ranks, parallel, method) for parallel, method in cases]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    from xgram_dist.parallel.ranks import Ranks
+
+    return {method: run(Ranks(), {"engine": "replicated"}, method) for method in METHODS}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_engine_and_tensor_degree_follows_the_run_of_one_process(one_process, size, method):
+    cases = {
+        f"{name}, tensor {tensor}, {method}": ({**parallel, "tensor": tensor}, method)
+        for name, parallel in ENGINES.items()
+        for tensor in (1, 2)
+        if size % tensor == 0
+    }
+    if size == 4 and method == "xgram":
+        cases["replicated, tensor 4, xgram"] = ({"engine": "replicated", "tensor": 4}, "xgram")
+        cases["hsdp, 2 x 2, xgram"] = ({"engine": "hsdp", "replicate": 2}, "xgram")
+        sequence = {"engine": "deepspeed", "tensor": 2, "sequence_parallel": True}
+        cases["stage 1, tensor 2, sequence parallel, xgram"] = (sequence, "xgram")
+    results = run_ranks(run_cases, size, list(cases.values()), timeout=600)
+    for of_rank in results:
+        for name, (losses, norms) in zip(cases, of_rank, strict=True):
+            expected = one_process[method]
+            assert min(expected[1]) > 0.3  # clipping is at work in every step
+            np.testing.assert_allclose(losses, expected[0], rtol=1e-4, err_msg=name)
+            np.testing.assert_allclose(norms[0], expected[1][0], rtol=1e-5, err_msg=name)
+            np.testing.assert_allclose(norms, expected[1], rtol=2e-4, err_msg=name)

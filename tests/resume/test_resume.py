@@ -1,0 +1,148 @@
+"""A run that ends before its time and goes on is the run that never ended."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from ranks_helper import run_ranks
+from safetensors.numpy import load_file
+from train_helpers import read_metrics, small_config
+
+from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.errors import UserError
+from xgram_dist.train import loop
+from xgram_dist.train.loop import Trainer
+
+MEMORY = {"routing": {"vip": 10, "buckets": 4}, "sites": {"v": {"views": 2, "kernels": [3, 5]}}, "method": "xgram"}
+
+
+def settings(data, **memory):
+    train = {"steps": 8, "micro_batch": 1, "validation_sequences": 4}
+    return small_config(
+        data, memory={**MEMORY, "compression": 0.5, **memory}, train={**small_train(), **train}, checkpoint={"every": 3}
+    )
+
+
+def small_train():
+    return {"global_batch": 4, "precision": "fp32", "log_every": 1}
+
+
+class LostError(Exception):
+    """Stands for a machine that is gone."""
+
+
+def run_until(config, folder, lost_at, monkeypatch, ranks=None):
+    original = loop.train_step
+
+    def step(*arguments):
+        if arguments[-1] == lost_at:
+            raise LostError
+        return original(*arguments)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(loop, "train_step", step)
+        trainer = Trainer(config, folder, fresh=False, ranks=ranks)
+        with pytest.raises(LostError):
+            trainer.run()
+
+
+def outcome(folder):
+    losses = {record["step"]: record["loss"] for record in read_metrics(folder, "train")}
+    return losses, load_file(folder / "model.safetensors")
+
+
+@pytest.mark.parametrize(
+    "memory", [{"optimizer": "dense"}, {"optimizer": "catch_up"}, {"optimizer": "adagrad"}, {"compression": 1.0}]
+)
+def test_a_lost_run_goes_on_to_the_last_bit(data, tmp_path, monkeypatch, memory):
+    config = settings(data, **memory)
+    assert Trainer(config, tmp_path / "whole", fresh=False).run() == 0
+    for lost_at in (4, 5, 8):
+        folder = tmp_path / f"lost-{lost_at}"
+        run_until(config, folder, lost_at, monkeypatch)
+        assert Trainer(config, folder, fresh=False).run() == 0
+        losses, weights = outcome(folder)
+        expected, expected_weights = outcome(tmp_path / "whole")
+        assert losses == expected
+        assert list(weights) == list(expected_weights)
+        assert all(np.array_equal(weights[name], expected_weights[name]) for name in weights)
+
+
+def test_the_newest_two_checkpoints_stay(data, tmp_path):
+    assert Trainer(settings(data), tmp_path / "run", fresh=False).run() == 0
+    assert found_steps(tmp_path / "run") == [6, 8]
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest", "outside", "newer"])
+def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(data, tmp_path, capsys, damage):
+    config = settings(data)
+    assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
+    expected = outcome(tmp_path / "run")[1]
+    newest = tmp_path / "run" / "checkpoints" / "step-00000008"
+    file, manifest = newest / "rank-00000.safetensors", newest / "manifest.json"
+    if damage == "flip":
+        content = bytearray(file.read_bytes())
+        content[-1000] ^= 1
+        file.write_bytes(content)
+    elif damage == "cut":
+        file.write_bytes(file.read_bytes()[:-10])
+    elif damage == "missing":
+        file.unlink()
+    else:
+        tree = json.loads(manifest.read_text())
+        if damage == "outside":
+            tree["files"]["../../../config.yaml"] = 1
+        elif damage == "newer":
+            tree["version"] = 99
+        manifest.write_text("{" if damage == "manifest" else json.dumps(tree))
+    capsys.readouterr()
+    assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
+    said = capsys.readouterr().out
+    assert "checkpoint of step 8 is refused" in said
+    assert "going on after step 6" in said
+    weights = outcome(tmp_path / "run")[1]
+    assert all(np.array_equal(weights[name], expected[name]) for name in weights)
+
+
+def test_a_run_without_a_whole_checkpoint_is_refused(data, tmp_path):
+    config = settings(data)
+    assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
+    for step in (6, 8):
+        (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("[]")
+    with pytest.raises(UserError, match="no checkpoint to go on from"):
+        Trainer(config, tmp_path / "run", fresh=False)
+
+
+def on_ranks(ranks, config, folder):
+    torch.set_num_threads(1)
+    assert Trainer(config, folder, fresh=False, ranks=ranks).run() == 0
+
+
+@pytest.mark.parametrize("optimizer", ["catch_up", "dense"])
+def test_what_two_ranks_saved_goes_on_with_other_layouts(data, tmp_path, monkeypatch, optimizer):
+    config = settings(data, optimizer=optimizer)
+    assert Trainer(config, tmp_path / "whole", fresh=False).run() == 0
+    expected = outcome(tmp_path / "whole")[0]
+    short = config.model_copy(update={"train": config.train.model_copy(update={"steps": 8})})
+    start = tmp_path / "start"
+    run_ranks(lost_on_ranks, 2, short, start)
+    assert found_steps(start) == [3]
+    layouts = {
+        1: {},
+        4: {"parallel": config.parallel.model_copy(update={"tensor": 2, "engine": "hsdp"})},
+        2: {"parallel": config.parallel.model_copy(update={"engine": "deepspeed", "zero_stage": 2})},
+    }
+    for size, changes in layouts.items():
+        folder = tmp_path / f"on-{size}"
+        shutil.copytree(start, folder)
+        run_ranks(on_ranks, size, config.model_copy(update=changes), folder)
+        losses = {record["step"]: record["loss"] for record in read_metrics(folder, "train")}
+        assert list(losses) == list(expected)
+        np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-5)
+
+
+def lost_on_ranks(ranks, config, folder):
+    with pytest.MonkeyPatch.context() as patch:
+        run_until(config, folder, 5, patch, ranks)

@@ -1,0 +1,71 @@
+"""The checkpoints of a run: `checkpoints/step-00000100/`, complete or not there.
+
+A checkpoint is written into a folder with another name, flushed to the disk, and renamed as the last thing. So what has
+the name is complete, and a run that dies while writing leaves the one before untouched.
+"""
+
+import os
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+FOLDER = "checkpoints"
+_NAME = re.compile(r"^step-(\d{8,})$")
+
+
+def name_of(step: int) -> str:
+    return f"step-{step:08d}"
+
+
+def found_steps(run: Path) -> list[int]:
+    """Steps of the checkpoints of a run, ascending."""
+    folder = run / FOLDER
+    if not folder.is_dir():
+        return []
+    matches = (_NAME.match(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    return sorted(int(match[1]) for match in matches if match)
+
+
+def begin(run: Path, step: int) -> Path:
+    """An empty folder to write into."""
+    aside = run / FOLDER / f".{name_of(step)}.part"
+    shutil.rmtree(aside, ignore_errors=True)
+    aside.mkdir(parents=True)
+    return aside
+
+
+def complete(run: Path, step: int) -> Path:
+    """What was written aside becomes the checkpoint."""
+    folder = run / FOLDER
+    final = folder / name_of(step)
+    if final.exists():  # of an earlier attempt at the same step
+        shutil.rmtree(final)
+    _flush(folder / f".{name_of(step)}.part")
+    (folder / f".{name_of(step)}.part").rename(final)
+    _flush(folder)
+    return final
+
+
+def discard(run: Path, step: int) -> None:
+    shutil.rmtree(run / FOLDER / f".{name_of(step)}.part", ignore_errors=True)
+
+
+def superfluous(steps: list[int], keep: int, keep_every: int) -> Iterator[int]:
+    """Steps whose checkpoints may go: all but the last `keep` and every `keep_every`th."""
+    return (step for step in steps[:-keep] if not keep_every or step % keep_every)
+
+
+def remove(run: Path, step: int) -> None:
+    """The manifest goes first: half a checkpoint must not look like one."""
+    folder = run / FOLDER / name_of(step)
+    (folder / "manifest.json").unlink(missing_ok=True)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _flush(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

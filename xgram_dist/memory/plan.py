@@ -1,0 +1,266 @@
+"""Planning: from the token ids of a step to who sends which rows to whom.
+
+Runs in host memory, on ids alone, so it can be done for the next step while this one computes; what comes out are
+index tensors, on the device, and message sizes, on the host: fetching and returning need no look at device memory.
+
+    distinct tokens of each window, ordered by owner          local
+    number of vectors asked of each owner                     1 all-to-all of a few integers
+    ids asked of each owner                                   1 small all-to-all
+    the rows an owner reads for them                          local
+
+A token whose rows lie with several owners is asked of each; the reader adds up what they send, in rank order.
+Shapes: U distinct tokens of a window, P (token, owner) pairs of a slab, Q tokens asked of this owner, N accesses.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xgram_dist.memory.layout import Slab
+from xgram_dist.memory.placement import Placement, owners_of_tokens
+from xgram_dist.memory.retrieval import Accesses
+from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.memory.windows import WindowRule
+from xgram_dist.parallel.device import to_device
+from xgram_dist.parallel.ranks import Ranks
+
+Integers = NDArray[Any]
+
+
+@dataclass(frozen=True)
+class SlabPlan:
+    """Who sends how many vectors of a slab to whom, for one window."""
+
+    asked: list[int]
+    """Vectors this rank asks of each owner."""
+    answered: list[int]
+    """Vectors this owner sends to each rank."""
+    key_P: Tensor | None
+    """The distinct token of each vector asked for; None: they come in the order of the tokens, one each."""
+    by_key_P: Tensor | None
+    """The vectors asked for, token by token, in rank order."""
+    key_starts_U: Tensor | None
+    """First of them for each token."""
+    accesses: Accesses
+    """Rows read here for the tokens others ask for, by asking rank."""
+    step_touched: Tensor
+    """Rows read here in the whole step: distinct, ascending."""
+    place_R: Tensor | None
+    """Index of the window's rows among them; None where the window is the whole step."""
+    off_rank: int
+    """Distinct tokens with a row on another rank: no exchange can move fewer vectors."""
+
+
+@dataclass(frozen=True)
+class Window:
+    """Some consecutive micro-batches of a step."""
+
+    micro_batches: slice
+    slots: Tensor
+    """For each token, its row in the working set."""
+    distinct: int
+    slabs: list[SlabPlan]
+    keys: Integers = field(default_factory=lambda: np.empty(0, np.int64))
+    """Distinct tokens, in the order of the working set's rows; stays in host memory."""
+
+
+class RowMap:
+    """One view's token -> (local row, coefficient) lists of the rows owned here."""
+
+    def __init__(self, routing: Routing, view: int, placement: Placement, rank: int):
+        lists = routing.views[view]
+        mine = placement.owner[lists.rows] == rank
+        before = np.concatenate(([0], np.cumsum(mine)))  # accesses kept before each entry
+        self.offsets: Integers = before[lists.offsets]
+        self.rows: Integers = placement.local[lists.rows[mine]]
+        self.coefficients: NDArray[Any] = lists.coefficients[mine].astype(np.float32)
+
+
+class Planner:
+    def __init__(
+        self,
+        routing: Routing | None,
+        slabs: tuple[Slab, ...],
+        placement: Placement,
+        vocabulary: int,
+        rule: WindowRule,
+        ranks: Ranks,
+        devices: tuple[torch.device, torch.device],
+    ):
+        """`devices`: where the working set lives, and where the rows do."""
+        self.ranks, self.rule = ranks, rule
+        self.device, self.store_device = devices
+        self.maps = [RowMap(routing, slab.view, placement, ranks.rank) if routing else None for slab in slabs]
+        self._local = placement.local
+        self._rows = len(placement.rows_of(ranks.rank))
+        self._owners = [owners_of_tokens(routing, slab.view, placement, vocabulary) for slab in slabs]
+        # Tokens are numbered anew by (owner of their first row, id), so that distinct tokens in ascending order are
+        # already grouped by owner.
+        offsets, owners = self._owners[0]
+        first_owner = owners[offsets[:-1]]
+        self._token_of = np.argsort(first_owner, kind="stable")
+        self._number_of = np.empty(vocabulary, np.int32)
+        self._number_of[self._token_of] = np.arange(vocabulary, dtype=np.int32)
+        self._of_tokens, self._of_rows = Distinct(vocabulary), Distinct(self._rows)
+
+    def plan(self, tokens: Tensor, *, whole: bool = False) -> list[Window]:
+        """The windows of these tokens; `whole`: one window, whatever the rule."""
+        numbers = self._number_of[tokens.numpy()]
+        count = self._of_tokens.count
+        slices = [slice(0, len(tokens))] if whole else self.rule.cut(numbers, count, self.ranks)
+        found = [self._of_tokens(numbers[part]) for part in slices]
+        keys = [self._token_of[distinct] for distinct, _ in found]
+        pairs = [[self._pairs(owners, k) for owners in self._owners] for k in keys]  # [window][slab]
+        asked = np.array([[counts for _, counts in of_slab] for of_slab in pairs])  # [window, slab, owner]
+        answered, wanted = self._exchange_ids(keys, pairs, asked)
+        windows = []
+        accesses = [[self._accesses(s, ids) for s, ids in enumerate(of_slab)] for of_slab in wanted]
+        union = [self._union([of_slab[s] for of_slab in accesses]) for s in range(len(self._owners))]
+        for w, part in enumerate(slices):
+            plans = []
+            for s in range(len(self._owners)):
+                touched, places = union[s]
+                key_P, by_key_P, starts_U = self._combination(pairs[w][s][0], len(keys[w]))
+                plans.append(
+                    SlabPlan(
+                        asked=asked[w, s].tolist(),
+                        answered=answered[w, s].tolist(),
+                        key_P=key_P,
+                        by_key_P=by_key_P,
+                        key_starts_U=starts_U,
+                        accesses=accesses[w][s],
+                        step_touched=touched,
+                        place_R=places[w],
+                        off_rank=self._off_rank(pairs[w][s]),
+                    )
+                )
+            slots = to_device(torch.from_numpy(found[w][1]), self.device)
+            windows.append(Window(part, slots, len(keys[w]), plans, keys[w]))
+        return windows
+
+    def _pairs(self, owners_of: tuple[Integers, Integers], keys_U: Integers) -> tuple[Integers, Integers]:
+        """(index into the keys of each vector to ask for, by owner; number of them for each owner)."""
+        offsets, owners = owners_of
+        start, end = offsets[keys_U], offsets[keys_U + 1]
+        key_P, entry_P = _expand(start, end - start)
+        owner_P = owners[entry_P]
+        counts = np.bincount(owner_P, minlength=self.ranks.size)
+        return key_P[np.argsort(owner_P, kind="stable")], counts
+
+    def _exchange_ids(
+        self, keys: list[Integers], pairs: list[list[tuple[Integers, Integers]]], asked: Integers
+    ) -> tuple[Integers, list[list[Integers]]]:
+        """(vectors each rank asks of this owner [window, slab, rank], the tokens asked for [window][slab])."""
+        windows, slabs, size = asked.shape
+        to_owner = np.ascontiguousarray(np.moveaxis(asked, 2, 0))  # [owner, window, slab]
+        flight, handle = self.ranks.exchange(torch.from_numpy(to_owner), [1] * size, [1] * size)
+        parts = [
+            [np.split(keys[w][pairs[w][s][0]], np.cumsum(asked[w, s])[:-1]) for s in range(slabs)]
+            for w in range(windows)
+        ]
+        ids = [parts[w][s][owner] for owner in range(size) for w in range(windows) for s in range(slabs)]
+        handle.wait()
+        from_rank = flight.numpy()  # [rank, window, slab]
+        received, handle = self.ranks.exchange(
+            torch.from_numpy(np.concatenate(ids).astype(np.int32)),
+            to_owner.sum(axis=(1, 2)).tolist(),
+            from_rank.sum(axis=(1, 2)).tolist(),
+        )
+        handle.wait()
+        pieces = np.split(received.numpy(), np.cumsum(from_rank.reshape(-1))[:-1])
+        wanted = [
+            [np.concatenate([pieces[(r * windows + w) * slabs + s] for r in range(size)]) for s in range(slabs)]
+            for w in range(windows)
+        ]
+        return np.moveaxis(from_rank, 0, 2), wanted
+
+    def _accesses(self, slab: int, keys_Q: Integers) -> Accesses:
+        """The accesses of these tokens to rows owned here."""
+        row_map = self.maps[slab]
+        if row_map is None:
+            return make_accesses(self._local[keys_Q], None, None, self._of_rows, self.store_device)
+        start = row_map.offsets[keys_Q]
+        counts = row_map.offsets[keys_Q + 1] - start
+        _, entry_N = _expand(start, counts)
+        rows_N, coefficients_N = row_map.rows[entry_N], row_map.coefficients[entry_N]
+        return make_accesses(rows_N, counts, coefficients_N, self._of_rows, self.store_device)
+
+    def _union(self, accesses: list[Accesses]) -> tuple[Tensor, list[Tensor | None]]:
+        """The rows of all windows, and where each window's rows are among them."""
+        if len(accesses) == 1:
+            return accesses[0].touched_R, [None]
+        parts = [one.touched_R.cpu().numpy() for one in accesses]
+        touched, places = self._of_rows(np.concatenate(parts))
+        return self._place(touched), [self._place(p) for p in np.split(places, np.cumsum([len(p) for p in parts])[:-1])]
+
+    def _combination(self, key_P: Integers, keys: int) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        if len(key_P) == keys and np.array_equal(key_P, np.arange(keys)):
+            return None, None, None
+        counts = np.bincount(key_P, minlength=keys)
+        made = key_P, np.argsort(key_P, kind="stable"), np.cumsum(counts) - counts
+        one, two, three = (to_device(torch.from_numpy(array), self.device) for array in made)
+        return one, two, three
+
+    def _off_rank(self, pairs: tuple[Integers, Integers]) -> int:
+        key_P, counts = pairs
+        here = int(counts[: self.ranks.rank].sum())
+        others = np.concatenate((key_P[:here], key_P[here + int(counts[self.ranks.rank]) :]))
+        return len(np.unique(others))
+
+    def _place(self, array: NDArray[Any]) -> Tensor:
+        return to_device(torch.from_numpy(array), self.store_device)
+
+
+def make_accesses(
+    rows_N: Integers,
+    counts_Q: Integers | None,
+    coefficients_N: NDArray[Any] | None,
+    distinct: "Distinct",
+    device: torch.device,
+) -> Accesses:
+    """Accesses given token by token, as `counts_Q` of each token; without counts, one a token."""
+    touched_R, place_N = distinct(rows_N)
+    by_row_N = np.argsort(place_N, kind="stable")
+    readers_R = np.bincount(place_N, minlength=len(touched_R))
+    token_N = None if counts_Q is None else np.repeat(np.arange(len(counts_Q)), counts_Q)
+
+    def place(array: NDArray[Any]) -> Tensor:
+        return to_device(torch.from_numpy(array), device)
+
+    return Accesses(
+        touched_R=place(touched_R),
+        place_N=place(place_N),
+        starts_Q=None if counts_Q is None else place(np.cumsum(counts_Q) - counts_Q),
+        coefficients_N=None if coefficients_N is None else place(coefficients_N),
+        by_row_N=place(by_row_N if token_N is None else token_N[by_row_N]),
+        row_starts_R=place(np.cumsum(readers_R) - readers_R),
+        row_coefficients_N=None if coefficients_N is None else place(coefficients_N[by_row_N]),
+    )
+
+
+class Distinct:
+    """Distinct values of integers below a limit, ascending, and where each is among them; without sorting."""
+
+    def __init__(self, limit: int):
+        self._seen = np.zeros(limit, dtype=bool)
+        self._place = np.empty(limit, dtype=np.int64)
+
+    def __call__(self, values: Integers) -> tuple[Integers, Integers]:
+        self._seen[values] = True
+        found = np.flatnonzero(self._seen)
+        self._seen[found] = False
+        self._place[found] = np.arange(len(found))
+        return found, self._place[values]
+
+    def count(self, values: Integers) -> int:
+        return len(self(values)[0])
+
+
+def _expand(start: Integers, counts: Integers) -> tuple[Integers, Integers]:
+    """Ranges [start, start + count) one after the other: (number of the range, entry) of each element."""
+    number = np.repeat(np.arange(len(counts)), counts)
+    return number, np.arange(len(number)) + np.repeat(start - (np.cumsum(counts) - counts), counts)

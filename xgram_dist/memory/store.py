@@ -1,0 +1,172 @@
+"""The rows one rank owns, their gates, and the gradient of those that were hit.
+
+A gradient covers the rows that were hit in a step and no others, so that norm and clipping cost what was hit and not
+what there is. Rows an optimizer is behind with are brought up to date before they are read (`settle`).
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xgram_dist.config import Config
+from xgram_dist.memory.initial import initial_rows
+from xgram_dist.memory.layout import Slab, plan_slabs
+from xgram_dist.memory.placement import Placement
+from xgram_dist.memory.plan import SlabPlan
+from xgram_dist.memory.retrieval import RowGradient, give_back, retrieve
+from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.parallel.mesh import Mesh
+from xgram_dist.parallel.ranks import Ranks
+
+INIT_ELEMENTS = 1 << 22
+"""Elements initialised at a time; bounds the temporary memory."""
+
+
+@dataclass
+class SlabState:
+    """A slab's rows owned here, their gates and gradients."""
+
+    slab: Slab
+    owned: Tensor
+    """Global number of each row held here, ascending."""
+    rows: Tensor
+    gates: Tensor | None
+    tensor: Ranks
+    """Who holds the other columns of the same rows; gates are the same with all of them."""
+    hit: Tensor
+    gradient: RowGradient | None = None
+    settle: Callable[[Tensor, bool], None] = lambda rows, moments: None
+    """Set by the optimizer: bring these rows up to date (and its moments, where no update follows)."""
+    settle_all: Callable[[], None] = lambda: None
+    opening: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
+    """Set by the optimizer: rows and gates up to date, as copies; it may keep them for the update."""
+    opened: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
+    """Set by the optimizer: what `opening` gave, once more."""
+
+    @property
+    def widths(self) -> list[int]:
+        return [table.width for table in self.slab.tables]
+
+    @property
+    def names(self) -> list[str]:
+        return [table.name for table in self.slab.tables]
+
+    def read(self, plan: SlabPlan, training: bool) -> Tensor:
+        """One vector [Q, W] for each token asked of this owner."""
+        touched_R = plan.accesses.touched_R
+        if training and plan.place_R is None:  # the update of these very rows follows
+            rows_RW, gates_RJ = (self.opening or self._gather)(touched_R)
+        else:
+            self.settle(touched_R, not training)
+            rows_RW, gates_RJ = self._gather(touched_R)
+        return retrieve(rows_RW, gates_RJ, plan.accesses, self.widths)
+
+    def _gather(self, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.rows.index_select(0, rows_R), None if self.gates is None else self.gates.index_select(0, rows_R)
+
+    def add_gradient(self, grads_QW: Tensor, plan: SlabPlan) -> None:
+        """The gradient of what was read, to the rows and gates it came from."""
+
+        def read_again() -> tuple[Tensor, Tensor]:
+            again = self.opened if plan.place_R is None and self.opened is not None else self._gather
+            rows_RW, gates_RJ = again(plan.accesses.touched_R)
+            assert gates_RJ is not None
+            return rows_RW, gates_RJ
+
+        new = give_back(grads_QW, None if self.gates is None else read_again, plan.accesses, self.widths)
+        if new.gates is not None:
+            self.tensor.all_reduce_sum(new.gates)  # a gate scales all columns
+        self.hit.index_fill_(0, new.touched, True)
+        if plan.place_R is None:
+            self.gradient = new
+            return
+        if self.gradient is None:
+            touched = plan.step_touched
+            gates = None if new.gates is None else new.gates.new_zeros(touched.numel(), new.gates.shape[1])
+            self.gradient = RowGradient(touched, new.rows.new_zeros(touched.numel(), new.rows.shape[1]), gates)
+        self.gradient.rows.index_add_(0, plan.place_R, new.rows)
+        if self.gradient.gates is not None and new.gates is not None:
+            self.gradient.gates.index_add_(0, plan.place_R, new.gates)
+
+
+class Store:
+    def __init__(self, config: Config, routing: Routing | None, device: torch.device, placement: Placement, mesh: Mesh):
+        assert (routing is None) == (config.memory.compression == 1)
+        owned = torch.tensor(placement.rows_of(mesh.data.rank), device=device, dtype=torch.int64)
+        self.vip_rows = int((owned < routing.vip_rows).sum()) if routing is not None else 0
+        self.has_vip = routing is not None and routing.vip_rows > 0
+        """Here or on other ranks."""
+        self.placement = placement
+        self.states: list[SlabState] = []
+        gated = config.memory.row_gates and config.memory.compression < 1
+        self.tensor = mesh.tensor
+        for slab in plan_slabs(config, self.tensor.size):
+            gates = torch.full((len(owned), len(slab.tables)), config.memory.row_gate_init, device=device)
+            self.states.append(
+                SlabState(
+                    slab=slab,
+                    owned=owned,
+                    rows=_initial_slab(slab, owned, config, device, self.tensor.rank),
+                    gates=gates if gated else None,
+                    tensor=self.tensor,
+                    hit=torch.zeros(len(owned), dtype=torch.bool, device=device),
+                )
+            )
+
+    def gradient_square_sum(self) -> Tensor:
+        """This rank's part of the sum of squares of all gradients: parts of all ranks add up to the joint norm's."""
+        total = self.states[0].rows.new_zeros(())
+        for state in self.states:
+            if state.gradient is not None:
+                total = total + torch.linalg.vector_norm(state.gradient.rows).square()
+                if state.gradient.gates is not None:
+                    total = total + torch.linalg.vector_norm(state.gradient.gates).square() / self.tensor.size
+        return total
+
+    def scale_gradients(self, factor: float) -> None:
+        for gradient in self._gradients():
+            gradient.mul_(factor)
+
+    def clear_gradients(self) -> None:
+        for state in self.states:
+            state.gradient = None
+
+    def _gradients(self) -> list[Tensor]:
+        found = []
+        for state in self.states:
+            if state.gradient is not None:
+                found.append(state.gradient.rows)
+                if state.gradient.gates is not None:
+                    found.append(state.gradient.gates)
+        return found
+
+    def rows_hit(self) -> tuple[int, int]:
+        """(distinct rows read in training so far, rows held here), over all tables."""
+        hit = sum(int(state.hit.sum()) * len(state.slab.tables) for state in self.states)
+        return hit, sum(len(state.owned) * len(state.slab.tables) for state in self.states)
+
+    def named_tensors(self) -> dict[str, Tensor]:
+        """The rows held here, up to date, and their gates: `NAME.rows` [S, width], `NAME.gates` [S]."""
+        found = {}
+        for state in self.states:
+            state.settle_all()
+            for number, (name, columns) in enumerate(state.slab.columns().items()):
+                found[f"{name}.rows"] = state.rows[:, columns]
+                if state.gates is not None:
+                    found[f"{name}.gates"] = state.gates[:, number]
+        return found
+
+
+def _initial_slab(slab: Slab, owned: Tensor, config: Config, device: torch.device, part: int) -> Tensor:
+    values = torch.empty(len(owned), slab.width, device=device)
+    for table in slab.tables:
+        columns = slab.columns()[table.name]
+        step = max(1, INIT_ELEMENTS // table.width)
+        for start in range(0, len(owned), step):
+            rows = owned[start : start + step]
+            values[start : start + step, columns] = initial_rows(
+                rows, table.width, config.model.init_std, config.train.seed, table.name, part * table.width
+            )
+    return values

@@ -1,0 +1,121 @@
+"""Tables whose rows are spread over ranks (or lie all in one): one exchange each way around a window of tokens.
+
+    plan    (plan.py) who owns the rows of the distinct tokens; in a thread, ahead of time
+    fetch   each owner combines its rows into one vector a token and sends it             1 all-to-all a slab
+    return  gradients of those vectors to the owners, which add them in rank order        1 all-to-all a slab
+
+Owners do the same arithmetic over the rows they hold however many ranks there are, so results do not depend on their
+number, up to the order of additions; for a given number of ranks they repeat bitwise.
+
+Shapes: U distinct tokens here, P (token, owner) pairs of a slab, Q tokens asked of this owner, W slab width.
+"""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+from torch import Tensor
+
+from xgram_dist.config import Config
+from xgram_dist.memory.layout import RESIDUAL_SITES, Table, plan_slabs, residual_gradients_are_partial
+from xgram_dist.memory.placement import plan_placement
+from xgram_dist.memory.plan import Planner, SlabPlan, Window
+from xgram_dist.memory.retrieval import segment_sums
+from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.memory.store import Store
+from xgram_dist.memory.windows import WindowRule
+from xgram_dist.memory.working_set import Lookup, WorkingSet
+from xgram_dist.parallel.mesh import Mesh, single_mesh
+
+
+class Tables:
+    """Implements `Lookup` (working_set.py)."""
+
+    def __init__(self, config: Config, routing: Routing | None, device: torch.device, mesh: Mesh | None = None):
+        mesh = mesh or single_mesh()
+        self.ranks, self.tensor = mesh.data, mesh.tensor
+        self.device = device
+        slabs = plan_slabs(config, self.tensor.size)
+        placement = plan_placement(routing, slabs[0].rows, self.ranks.size)
+        self._partial = residual_gradients_are_partial(config)
+        store_device = torch.device("cpu") if config.memory.placement == "host" else device
+        self.store = Store(config, routing, store_device, placement, mesh)
+        self.planner = Planner(
+            routing,
+            slabs,
+            placement,
+            config.model.vocabulary,
+            WindowRule.of(config),
+            self.ranks.host,
+            (device, store_device),
+        )
+        self.wire = torch.bfloat16 if config.memory.wire == "bf16" else None
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
+
+    def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
+        return self._thread.submit(self._plan, tokens, whole)
+
+    def _plan(self, tokens: Tensor, whole: bool) -> list[Window]:
+        with self.ranks.phases("plan"):
+            return self.planner.plan(tokens, whole=whole)
+
+    @torch.no_grad()
+    def fetch(self, window: Window, *, training: bool = True) -> WorkingSet:
+        states, phases = self.store.states, self.ranks.phases
+        flights = []
+        with phases("fetch"):
+            for state, plan in zip(states, window.slabs, strict=True):
+                vectors_QW = self._on_wire(state.read(plan, training))
+                flights.append(self.ranks.exchange(vectors_QW, plan.answered, plan.asked))
+        working = WorkingSet(window, {})
+        with phases("wait"):
+            for state, plan, (received_PW, handle) in zip(states, window.slabs, flights, strict=True):
+                handle.wait()
+                whole_UW = _combined(received_PW.to(state.rows.dtype), plan)
+                for table, piece in zip(state.slab.tables, whole_UW.split(state.widths, dim=1), strict=True):
+                    if table.site in RESIDUAL_SITES:
+                        piece = self.tensor.gather_along(piece, 1)
+                    working.values[table.name] = piece.detach().requires_grad_(training)
+                working.slabs.append(whole_UW)
+        return working
+
+    @torch.no_grad()
+    def give_back(self, working: WorkingSet) -> None:
+        states, plans = self.store.states, working.window.slabs
+        with self.ranks.phases("return"):
+            flights = []
+            for state, plan in zip(states, plans, strict=True):
+                grads_UW = torch.cat([self._own_columns(table, working) for table in state.slab.tables], dim=1)
+                if self.ranks.size > 1:
+                    grads_UW.div_(self.ranks.size)  # the loss of the run is the mean over ranks
+                sent_PW = grads_UW if plan.key_P is None else grads_UW.index_select(0, plan.key_P)
+                flights.append(self.ranks.exchange(sent_PW.to(self.wire or sent_PW.dtype), plan.asked, plan.answered))
+            for state, plan, (received_QW, handle) in zip(states, plans, flights, strict=True):
+                handle.wait()
+                state.add_gradient(received_QW.to(state.rows.device, state.rows.dtype), plan)
+
+    def _own_columns(self, table: Table, working: WorkingSet) -> Tensor:
+        """The gradient of a table's columns held here."""
+        gradient = working.gradient(table.name)
+        if table.site not in RESIDUAL_SITES or self.tensor.size == 1:
+            return gradient
+        if self._partial:
+            self.tensor.all_reduce_sum(gradient)
+        return gradient[:, self.tensor.rank * table.width : (self.tensor.rank + 1) * table.width]
+
+    def close(self) -> None:
+        self._thread.shutdown()
+
+    def _on_wire(self, vectors_QW: Tensor) -> Tensor:
+        return vectors_QW.to(self.device, self.wire or vectors_QW.dtype, non_blocking=True)
+
+
+def _combined(received_PW: Tensor, plan: SlabPlan) -> Tensor:
+    """Partial sums of a token's owners added up, in rank order."""
+    if plan.by_key_P is None or plan.key_starts_U is None:
+        return received_PW
+    return segment_sums(received_PW, plan.by_key_P, plan.key_starts_U, None)
+
+
+def store_of(lookup: Lookup) -> Store | None:
+    """The rows this process holds and updates; None for a model without tables."""
+    return lookup.store if isinstance(lookup, Tables) else None

@@ -1,0 +1,128 @@
+"""What the AdamW optimizers of rows share: hyperparameters, the moments of rows, and a step on gathered rows."""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xgram_dist.optim.rows.blocks import Blocks, row_rates
+from xgram_dist.optim.rows.protocol import RowState
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Hyperparameters. Weight decay is decoupled, as in torch.optim.AdamW."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class Moments:
+    """First and second moment of every row and the number of steps done; saved and loaded by the same names for all
+    AdamW optimizers of rows, so that one can go on where another stopped."""
+
+    def __init__(self, values: Tensor):
+        self.first, self.second = torch.zeros_like(values), torch.zeros_like(values)
+        # As the fused kernel wants it; exact up to 2^24 steps.
+        self.step = torch.zeros((), dtype=torch.float32, device=values.device)
+
+    def nbytes(self) -> int:
+        return self.first.nbytes + self.second.nbytes
+
+    def exact(self) -> RowState:
+        return RowState(columns={"first": self.first, "second": self.second}, whole={"step": self.step})
+
+    def state(self) -> dict[str, Tensor]:
+        return {"first": self.first, "second": self.second, "step": self.step}
+
+    def load_state(self, state: dict[str, Tensor]) -> None:
+        for name, tensor in self.state().items():
+            tensor.copy_(state[name])
+
+
+def adamw_(
+    adamw: AdamW, values: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: Tensor, rate: float
+) -> None:
+    """One step, as torch.optim.AdamW does it, on contiguous tensors of one shape. `step` counts this one too."""
+    torch._fused_adamw_(
+        [values],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step],
+        lr=rate,
+        beta1=adamw.betas[0],
+        beta2=adamw.betas[1],
+        weight_decay=adamw.weight_decay,
+        eps=adamw.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+class GatheredAdamW:
+    """AdamW on rows that are gathered, updated and put back."""
+
+    def __init__(self, values: Tensor, cut: int, adamw: AdamW):
+        self.values, self.cut, self.adamw = values, cut, adamw
+        self.moments = Moments(values)
+        self._blocks = Blocks(values)
+        self._without_decay = AdamW(adamw.betas, adamw.eps, 0.0)
+
+    def nbytes(self) -> int:
+        return self.moments.nbytes()
+
+    def exact(self) -> RowState:
+        return self.moments.exact()
+
+    def restore(self, whole: dict[str, Tensor]) -> None:
+        self.moments.step.copy_(whole["step"])
+
+    def open(self, rows_R: Tensor) -> Tensor:
+        return self.values.index_select(0, rows_R)
+
+    opened = open
+
+    def close(self) -> None:
+        """Nothing was begun."""
+
+    def _hit(
+        self,
+        rows_R: Tensor,
+        gradient_RW: Tensor,
+        rates: tuple[float, float],
+        shrink: tuple[Tensor, Tensor] | None = None,
+        values_RW: Tensor | None = None,
+    ) -> None:
+        """A step for these rows. Their first and second moments are multiplied with `shrink` before it; `values_RW`:
+        what they are, where they are not yet what they should be. It is used up."""
+        moments = self.moments
+        moments.step.add_(1)
+        alike = not 0 < self.cut < self.values.shape[0]
+        rate_R1 = None if alike else row_rates(rows_R, self.cut, rates, self.values.dtype)
+        for part in self._blocks.parts(rows_R):
+            rows_B = rows_R[part]
+            first_BW, second_BW, values_BW, move_BW = self._blocks.buffers(rows_B, 4)
+            torch.index_select(moments.first, 0, rows_B, out=first_BW)
+            torch.index_select(moments.second, 0, rows_B, out=second_BW)
+            if values_RW is None:
+                torch.index_select(self.values, 0, rows_B, out=values_BW)
+            else:
+                values_BW = values_RW[part]
+            if shrink is not None:
+                first_BW.mul_(shrink[0][part])
+                second_BW.mul_(shrink[1][part])
+            both = first_BW, second_BW
+            if rate_R1 is None:
+                rate = rates[0] if self.cut else rates[1]
+                adamw_(self.adamw, values_BW, gradient_RW[part], both, moments.step, rate)
+            else:
+                # From 0 at rate 1 gives the movement, as the rate is not the same for all rows.
+                adamw_(self._without_decay, move_BW.zero_(), gradient_RW[part], both, moments.step, 1.0)
+                values_BW.addcmul_(values_BW, rate_R1[part], value=-self.adamw.weight_decay)
+                values_BW.addcmul_(move_BW, rate_R1[part])
+            moments.first.index_copy_(0, rows_B, first_BW)
+            moments.second.index_copy_(0, rows_B, second_BW)
+            self.values.index_copy_(0, rows_B, values_BW)

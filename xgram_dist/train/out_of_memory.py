@@ -1,0 +1,42 @@
+"""When memory runs out: what the plan says a rank needs, and the keys that would help."""
+
+import torch
+
+from xgram_dist.config import Config
+from xgram_dist.errors import UserError
+from xgram_dist.memory.layout import num_views, routing_settings
+from xgram_dist.memory.routing.build import build_routing
+from xgram_dist.plan.advice import advise
+from xgram_dist.plan.axes import Axes
+from xgram_dist.plan.layout import plan_layout
+from xgram_dist.plan.machine import Machine
+from xgram_dist.plan.traffic import Traffic, zipf
+
+CPU_WORDS = "DefaultCPUAllocator"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_WORDS in str(error)
+
+
+def explained(config: Config, ranks: int, error: BaseException) -> UserError:
+    """The failure as a user can act on it. Token frequencies are taken as Zipf's: close enough for memory."""
+    axes = Axes.of(config, ranks)
+
+    def traffic_of(data_ranks: int) -> Traffic | None:
+        if config.memory.method == "vanilla":
+            return None
+        frequencies = zipf(config.model.vocabulary)
+        routing = None
+        if config.memory.compression < 1:
+            routing = build_routing(frequencies, routing_settings(config), num_views(config))
+        return Traffic(config, frequencies, routing, data_ranks)
+
+    layout = plan_layout(config, axes, Machine(), traffic_of(axes.data))
+    parts = sorted((part for part in layout.parts if not part.host), key=lambda part: -part.bytes)
+    needs = ", ".join(f"{part.key.replace('_', ' ')} {part.bytes / 2**30:,.2f}" for part in parts[:8])
+    helps = [one.change for one in advise(config, ranks, 0.0, traffic_of)[:3]]
+    return UserError(
+        f"out of memory ({str(error).splitlines()[0][:160]}); the plan for a rank, in GiB: {needs}; "
+        f"{layout.device_bytes / 2**30:,.2f} in all. What would help: {'; '.join(helps) or 'more ranks'}"
+    )
