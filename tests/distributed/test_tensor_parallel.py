@@ -361,7 +361,7 @@ def test_a_width_that_cannot_be_divided_is_refused_in_words():
 def test_one_rank_has_no_sharded_parameters_and_calls_no_collective():
     from xgram_dist.parallel.tensor import tensor_dims
 
-    settings = settings_of("all sites", True, 1)
+    settings = settings_of("all sites", False, 1)
     made = tiny.model(settings, F64)
     assert tensor_dims(made) == {}
     leaves, tokens = leaves_of(settings, made.axis), batch_of(settings)

@@ -19,8 +19,8 @@ import torch
 
 from xgram_dist.parallel.device import now, seconds_between
 
-WATCHED = frozenset({"plan", "fetch", "wait", "return", "update", "save"})
-"""Phases with collectives. Compiling and computing may take as long as they like."""
+WATCHED = frozenset({"plan", "fetch", "wait", "return", "update", "agree", "save"})
+"""Phases with collectives. Computing has some too, but may take as long as it likes the first time: it compiles."""
 
 
 class Phases:
@@ -28,6 +28,7 @@ class Phases:
         self.rank, self.device, self.step = rank, device, 0
         self._since = 0
         self._marks: list[tuple[str, Any, Any]] = []
+        self._watched = set(WATCHED)
         self._open: dict[int, tuple[str, float]] = {}
         self._watcher: threading.Thread | None = None
         self._ended = threading.Event()
@@ -46,6 +47,8 @@ class Phases:
         finally:
             self._open.pop(thread, None)
         self._marks.append((name, start, now(device)))
+        if name == "compute":
+            self._watched.add(name)
 
     def take(self) -> dict[str, float]:
         """Seconds a step by phase, as `seconds_PHASE`, since the last call. The device must be synchronised."""
@@ -67,7 +70,7 @@ class Phases:
     def _watch(self, limit: float) -> None:
         while not self._ended.wait(min(1.0, limit / 4)):
             for name, since in list(self._open.values()):
-                if name in WATCHED and time.monotonic() - since > limit:
+                if name in self._watched and time.monotonic() - since > limit:
                     print(
                         f"rank {self.rank}: step {self.step}, phase '{name}': waited {limit:g} s for the other ranks "
                         f"(train.collective_timeout); look at what they were doing, or raise it",

@@ -121,7 +121,8 @@ class Trainer:
                     if step % train.log_every == 0 or step in (self.start + 1, train.steps):
                         self._report(step, result, planned)
                     self._tell(self.saver.outcome())
-                    stopped = self.ranks.any(stop.signal is not None, self.device) and step < train.steps
+                    with self.ranks.phases("agree"):
+                        stopped = self.ranks.any(stop.signal is not None, self.device) and step < train.steps
                     if stopped:
                         break
                     every = self.config.checkpoint.every
