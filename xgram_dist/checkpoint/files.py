@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.errors import UserError
+from xgram_dist.progress import Lines
 
 BLOCK_BYTES = 4 << 20
 MAX_HEADER = 100 << 20
@@ -37,8 +38,8 @@ class DamagedFileError(UserError):
     """A file of a checkpoint that is not what the manifest says."""
 
 
-def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
-    """Write, flush to the disk; the checksum of each tensor."""
+def write_tensors(path: Path, tensors: dict[str, Tensor], lines: Lines | None = None) -> dict[str, int]:
+    """Write, flush to the disk; the checksum of each tensor. `lines` are told how far it is."""
     header: dict[str, Any] = {}
     end = 0
     for key, tensor in tensors.items():
@@ -47,6 +48,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     sums = {}
+    done = 0
     with path.open("wb") as file:
         file.write(struct.pack("<Q", len(text)) + text)
         for key, tensor in tensors.items():
@@ -54,6 +56,9 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
             for block in _blocks(tensor):
                 total = crc32c.crc32c(block, total)
                 file.write(block)
+                done += len(block)
+                if lines is not None:
+                    lines.at(done, end)
             sums[key] = total
         file.flush()
         os.fsync(file.fileno())
@@ -61,14 +66,21 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
 
 
 def _blocks(tensor: Tensor) -> Iterator[memoryview]:
-    """The bytes of a CPU tensor in order, some rows at a time."""
+    """The bytes of a tensor in order, some rows at a time."""
     if tensor.numel() == 0:
         return
     rows = tensor.reshape(1) if tensor.dim() == 0 else tensor
     step = max(1, BLOCK_BYTES // max(1, rows[0].numel() * rows.element_size()))
     for start in range(0, rows.shape[0], step):
-        part = rows[start : start + step].contiguous()
+        part = rows[start : start + step].cpu().contiguous()
         yield part.view(-1).view(torch.uint8).numpy().data
+
+
+def verify_file(path: Path, sums: dict[str, int]) -> None:
+    """What was written reads back as it was meant."""
+    file = TensorFile(path)
+    for key, expected in sums.items():
+        file.verify(key, expected)
 
 
 @dataclass(frozen=True)

@@ -32,8 +32,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from xgram_dist.checkpoint.boxes import Box, State
-from xgram_dist.checkpoint.files import DTYPES, DamagedFileError, TensorFile, write_tensors
+from xgram_dist.checkpoint.files import DTYPES, DamagedFileError, TensorFile, verify_file, write_tensors
 from xgram_dist.checkpoint.manifest import Chunk, Entry, Manifest
+from xgram_dist.progress import Lines
 
 # Said of every run in one process, which is no mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -99,8 +100,12 @@ class BoxSavePlanner(SavePlanner):
 class FolderWriter(StorageWriter):
     """Into a folder that exists; `run` goes into the manifest."""
 
-    def __init__(self, folder: Path, rank: int, run: dict[str, Any]):
-        self.folder, self.rank, self.run = folder, rank, run
+    def __init__(self, folder: Path, rank: int, run: dict[str, Any], lines: Lines | None = None):
+        self.folder, self.rank, self.run, self.lines = folder, rank, run, lines
+        self.written: set[tuple[str, tuple[int, ...]]] = set()
+        """Boxes that this rank has written."""
+        self.total = 0
+        """Bytes of all ranks; known to the first."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -124,7 +129,9 @@ class FolderWriter(StorageWriter):
             data = planner.resolve_data(item)
             assert isinstance(data, Tensor)
             tensors[key], keys[key] = data, item.index
-        sums = write_tensors(self.folder / name, tensors)
+        sums = write_tensors(self.folder / name, tensors, self.lines)
+        verify_file(self.folder / name, sums)
+        self.written = {(index.fqn, tuple(index.offset or ())) for index in keys.values()}
         size = (self.folder / name).stat().st_size
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -146,6 +153,7 @@ class FolderWriter(StorageWriter):
         for path in self.folder.iterdir():
             manifest.files.setdefault(path.name, path.stat().st_size)
         manifest.write(self.folder)
+        self.total = sum(manifest.files.values())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

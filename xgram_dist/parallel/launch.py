@@ -1,8 +1,8 @@
 """`--ranks N`: start N ranks of this command on this machine, and end them together.
 
 The first rank's output is the run's; the others are heard only when they fail. When a rank fails, the others are
-ended at once and its last words are shown, so that the first cause is not buried under their complaints. Ctrl-C and
-SIGTERM are passed on to all ranks, which agree on a step to stop after.
+ended at once and its last words are shown, so that the first cause is not buried under their complaints. Ctrl-C,
+SIGTERM and SIGUSR1 are passed on to all ranks, which agree on a step to stop after.
 """
 
 import collections
@@ -39,7 +39,7 @@ def launch(arguments: list[str], ranks: int) -> int:
     heard = [_Ear(process.stderr, aloud=rank == 0) for rank, process in enumerate(processes)]
     before: dict[int, Any] = {
         number: signal.signal(number, lambda received, _: _pass_on(processes, received))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     }
     try:
         return _wait(processes, heard)

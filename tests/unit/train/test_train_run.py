@@ -135,7 +135,10 @@ def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> No
             "bytes_received",
             "bytes_bound",
             "imbalance",
-            *(f"seconds_{phase}" for phase in ("data", "plan", "fetch", "wait", "compute", "return", "update", "agree")),
+            *(
+                f"seconds_{phase}"
+                for phase in ("data", "plan", "fetch", "wait", "compute", "return", "update", "agree")
+            ),
         },
         "memory": {"rank", *(f"bytes_{part}" for part in MEMORY_PARTS)},
         "validation": {"loss", "perplexity"},
@@ -309,7 +312,7 @@ def test_ctrl_c_ends_after_the_step_with_weights_and_exit_code_130(data: Path, t
     finally:
         process.kill()
     assert process.returncode == 130
-    assert errors == "stopping after this step (once more: at once)\n"
+    assert errors == "stopping after this step (Ctrl-C once more: at once)\n"
     end = read_metrics(tmp_path / "run")[-1]
     assert (end["kind"], end["complete"], end["validation_perplexity"]) == ("end", False, None)
     assert 3 <= end["step"] < 1_000_000
