@@ -14,27 +14,41 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
+from forked import Zygote
 from safetensors.numpy import load_file
 
 RANKS = 2
 
 
 class Run:
-    """`xgram-dist train` on two ranks (or what else is given) in a process of its own; its output goes to a file."""
+    """`xgram-dist train` in a process of its own; its output goes to a file.
 
-    def __init__(self, recipe: str, folder: Path, *words: str, command: tuple[str, ...] | None = None, ranks: int = 2):
-        self.folder, self.ranks = folder, ranks
+    Started as a user would, or by a zygote (forked.py); or `command`, to which recipe and folder are added.
+    """
+
+    def __init__(
+        self,
+        recipe: str,
+        folder: Path,
+        *words: str,
+        ranks: int = RANKS,
+        zygote: Zygote | None = None,
+        command: tuple[str, ...] = (sys.executable, "-m", "xgram_dist", "train"),
+        **environment: str,
+    ):
+        self.folder, self.ranks, self.begun = folder, ranks, time.monotonic()
         self.log = folder.parent / f"{folder.name}-{time.monotonic_ns()}.log"
-        command = command or (sys.executable, "-m", "xgram_dist", "train", "--ranks", str(ranks))
+        several = ("--ranks", str(ranks)) if "torch.distributed.run" not in command else ()
+        words = (recipe, "--folder", str(folder), *several, *words)
+        if zygote is not None:
+            self.process: Any = zygote.start(["train", *words], self.log)
+            return
         with self.log.open("wb") as log:
-            self.process = subprocess.Popen(
-                [*command, recipe, "--folder", str(folder), *words],
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
-            )
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+            self.process = subprocess.Popen([*command, *words], stdout=log, stderr=subprocess.STDOUT, env=environment)
 
     def said(self) -> str:
         return self.log.read_text(errors="replace")
@@ -43,13 +57,10 @@ class Run:
         """Of the ranks, in order; fewer while they are being started."""
         if self.ranks == 1:
             return [self.process.pid]
-        found = []
         with suppress(OSError):
             path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
-            for pid in map(int, Path(path).read_text().split()):
-                if b"\0RANK=" in b"\0" + Path(f"/proc/{pid}/environ").read_bytes():
-                    found.append(pid)
-        return found
+            return [int(pid) for pid in Path(path).read_text().split()]
+        return []
 
     def send(self, number: int, *pids: int) -> None:
         for pid in pids or self.pids():
@@ -71,12 +82,12 @@ class Run:
         return False
 
     def kill(self, whom: str) -> None:
-        """Stopped ranks: the first, the last, or all with their launcher, all at once."""
+        """Stopped ranks: the first, the last, or all with their launcher."""
         pids = self.pids()
-        if whom == "all":
+        if whom == "all ranks":
             self.send(signal.SIGKILL, self.process.pid, *pids)
         else:
-            self.send(signal.SIGKILL, pids[0 if whom == "first" else -1])
+            self.send(signal.SIGKILL, pids[0 if whom == "the first" else -1])
             self.send(signal.SIGCONT, *pids)
 
     def end(self, timeout: float = 60.0) -> int:
@@ -123,60 +134,57 @@ def steps_saved(folder: Path) -> list[int]:
     return sorted(int(name.removeprefix("step-")) for name in names if name.startswith("step-"))
 
 
+MOMENTS: dict[str, Callable[[Run], bool]] = {
+    "during a save": saving,
+    "between files and rename": files_complete,
+    "during a load": loading,
+    "while training": training,
+    "any time": lambda run: True,
+}
+
+
 @dataclass
 class Kill:
     moment: str
     whom: str
-    hit: bool
-    """The run was there when it was struck; False: it had ended."""
     saved: int
     """Newest step whose checkpoint there was."""
-    again: float = 0.0
-    """Seconds from the next start to its first step."""
 
 
-def kill_loop(recipe: str, folder: Path, kills: int, seed: int, tell: Callable[[str], None] = print) -> list[Kill]:
+def kill_loop(
+    recipe: str,
+    folder: Path,
+    kills: int,
+    seed: int,
+    zygote: Zygote | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Kill]:
     """Start, kill, start again until all kills are done and the run has come to its end."""
     chooser = random.Random(seed)
-    moments: dict[str, Callable[[Run], bool]] = {
-        "save": saving,
-        "rename": files_complete,
-        "load": loading,
-        "random": training,
-    }
     done: list[Kill] = []
-    while True:
-        run = Run(recipe, folder)
-        start = time.monotonic()
-        if len(done) == kills:
-            assert run.end(120) == 0, run.said()
-            assert "is refused" not in run.said()
-            return done
-        number = len(done)
-        name = list(moments)[number % len(moments)]
-        if name == "load" and not steps_saved(folder):
-            name = "save"
-        whom = ("all", "first", "last")[number % 3]
-        if name == "random" and chooser.random() < 0.5:  # any time, also before there is a run to speak of
-            at = start + chooser.uniform(0.2, 6.0)
-            hit = run.stop_at(lambda run, at=at: time.monotonic() >= at)
-        else:
-            hit = run.stop_at(moments[name])
-            if name == "random" and hit:
-                run.send(signal.SIGCONT)
-                time.sleep(chooser.uniform(0.0, 0.6))
-                hit = run.process.poll() is None
-        if hit:
-            run.kill(whom)
-        code = run.end()
-        assert code != 0 or not hit, run.said()
-        said = run.said()
-        assert "is refused" not in said, said
-        assert hit or code == 0, said
-        if not hit:  # it came to its end before the moment came
-            raise AssertionError(f"the run ended after {number} of {kills} kills; give it more steps\n{said}")
-        done.append(Kill(name, whom, hit, max(steps_saved(folder), default=0)))
-        tell(f"kill {len(done)} of {kills}: {name}, {whom}; saved up to step {done[-1].saved}")
+    while len(done) < kills:
+        name = list(MOMENTS)[len(done) % len(MOMENTS)]
+        if name == "during a load" and not steps_saved(folder):
+            name = "during a save"
+        whom = ("all ranks", "the first", "the last")[len(done) % 3]
+        run = Run(recipe, folder, zygote=zygote)
+        if name == "any time":
+            time.sleep(chooser.uniform(0.0, 1.5 if zygote else 8.0))
+        elif name == "while training":
+            assert run.stop_at(training), run.said()
+            run.send(signal.SIGCONT)
+            time.sleep(chooser.uniform(0.0, 0.4))
+        hit = run.stop_at(MOMENTS[name])
+        assert hit, f"the run ended before kill {len(done) + 1} of {kills}, {name}; give it more steps\n{run.said()}"
+        run.kill(whom)
+        assert run.end() != 0, run.said()
+        assert "is refused" not in run.said(), run.said()
+        done.append(Kill(name, whom, max(steps_saved(folder), default=0)))
+        tell(f"kill {len(done)} of {kills}: {name}, {whom}; checkpoint of step {done[-1].saved}")
+    run = Run(recipe, folder, zygote=zygote)
+    assert run.end(120) == 0, run.said()
+    assert "is refused" not in run.said(), run.said()
+    return done
 
 
 def contents(checkpoint: Path) -> dict[str, np.ndarray]:

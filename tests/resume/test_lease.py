@@ -154,21 +154,21 @@ def snapshot(folder):
 
 
 @pytest.mark.parametrize("moment", [training, saving])
-def test_a_run_that_slept_through_a_takeover_writes_nothing(tmp_path, data, moment):
+def test_a_run_that_slept_through_a_takeover_writes_nothing(tmp_path, data, zygote, moment):
     recipe, folder = tmp_path / "recipe.yaml", tmp_path / "run"
     recipe.write_text(dump_config(small_config(data, train={"steps": 100_000}, checkpoint={"every": 3})))
-    older = Run(str(recipe), folder)
+    older = Run(str(recipe), folder, zygote=zygote)
     try:
         assert older.stop_at(lambda run: len(steps_saved(folder)) > 1 and moment(run))
         pids = older.pids()
-        refused = Run(str(recipe), folder)
+        refused = Run(str(recipe), folder, zygote=zygote)
         assert refused.end() == 2
         assert f"is held by process {pids[0]} on " in refused.said()
         assert "Traceback" not in refused.said()
         (lease,) = (folder / "lease").glob("*.json")
         grow_old(lease, 1000)
         steps = max(steps_saved(folder)) + 4
-        newer = Run(str(recipe), folder, f"train.steps={steps}", ranks=1)
+        newer = Run(str(recipe), folder, f"train.steps={steps}", ranks=1, zygote=zygote)
         assert newer.end() == 0, newer.said()
         assert f"going on after step {steps - 4}" in newer.said()
         before = snapshot(folder)

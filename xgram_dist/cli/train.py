@@ -41,7 +41,7 @@ def run(args: argparse.Namespace) -> int:
         check_mesh(config, args.ranks)
         accumulation(config, args.ranks // config.parallel.tensor)
         check_free(folder)
-        check_run_folder(folder, args.fresh)
+        check_run_folder(folder, config, args.fresh)
         options = ["--folder", str(folder), *(["--fresh"] if args.fresh else [])]
         return launch(["train", args.recipe, *args.overrides, *options], args.ranks)
     from xgram_dist.checkpoint.lease import hold

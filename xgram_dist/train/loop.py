@@ -55,7 +55,7 @@ class Trainer:
         self.mesh = build_mesh(config, self.ranks)
         accumulation(config, self.mesh.data.size)
         if self.ranks.first:
-            check_run_folder(folder, fresh)
+            check_run_folder(folder, config, fresh)
         make_deterministic(config.train.deterministic)
         self.config, self.folder, self.device = config, folder, choose_device()
         self.ranks.phases.device = self.device
