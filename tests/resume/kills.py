@@ -40,9 +40,10 @@ class Run:
         **environment: str,
     ):
         self.folder, self.ranks, self.begun = folder, ranks, time.monotonic()
-        self.log = folder.parent / f"{folder.name}-{time.monotonic_ns()}.log"
+        self.log = Path(recipe).parent / f"{folder.name}-{time.monotonic_ns()}.log"
         several = ("--ranks", str(ranks)) if "torch.distributed.run" not in command else ()
         words = (recipe, "--folder", str(folder), *several, *words)
+        self.log.touch()
         if zygote is not None:
             self.process: Any = zygote.start(["train", *words], self.log)
             return
@@ -125,6 +126,14 @@ def loading(run: Run) -> bool:
     return False
 
 
+def wait_until(run: Run, what: Callable[[], bool], timeout: float = 60.0) -> None:
+    end = time.monotonic() + timeout
+    while not what():
+        assert run.process.poll() is None, f"the run has ended: {run.said()}"
+        assert time.monotonic() < end, f"waited {timeout} s: {run.said()}"
+        time.sleep(0.01)
+
+
 def training(run: Run) -> bool:
     return "\nstep " in run.said()
 
@@ -135,10 +144,10 @@ def steps_saved(folder: Path) -> list[int]:
 
 
 MOMENTS: dict[str, Callable[[Run], bool]] = {
+    "while training": training,
     "during a save": saving,
     "between files and rename": files_complete,
     "during a load": loading,
-    "while training": training,
     "any time": lambda run: True,
 }
 

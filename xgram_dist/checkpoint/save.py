@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch.distributed as dist
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from xgram_dist.checkpoint.boxes import State
@@ -116,8 +117,9 @@ class Saver:
                 no_dist=self.world.size == 1,
             )
             self._by_first(lambda: self._complete(step))
-        except Exception as error:
+        except (Exception, CheckpointException) as error:  # torch's is no Exception
             if self.world.first:
+                self._check_lease()
                 discard(self.run, step, self._token)
             seconds = time.monotonic() - start
             return Saved(step, seconds, seconds if blocked is None else blocked, error=_cause(error))

@@ -87,12 +87,12 @@ def _wait(processes: list[subprocess.Popen[bytes]], heard: list[_Ear]) -> int:
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, 130)]
         if failed:
             first = failed[0]
+            words = heard[first].last_words()
             for ear in heard:
                 ear.aloud = False
             code = codes[first]
             assert code is not None
             if first != 0:
-                words = heard[first].last_words()
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 print(f"rank {first} of {len(processes)} {how}:\n{words}".rstrip(), file=sys.stderr)
             _pass_on([p for p in processes if p.poll() is None], signal.SIGKILL)
