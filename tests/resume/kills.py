@@ -135,7 +135,8 @@ def wait_until(run: Run, what: Callable[[], bool], timeout: float = 60.0) -> Non
 
 
 def training(run: Run) -> bool:
-    return "\nstep " in run.said()
+    """There is a checkpoint to go on from."""
+    return bool(steps_saved(run.folder)) and "\nstep " in run.said()
 
 
 def steps_saved(folder: Path) -> list[int]:

@@ -1,7 +1,7 @@
 """Saving and loading beside plain files on the same disk, and the memory that loading takes.
 
-speed   Tables with AdamW and a small backbone on some ranks. Each round writes and reads one plain file of as many bytes
-        (one process, large blocks, flushed at the end; read with nothing of it in the system's memory), saves
+speed   Tables with AdamW and a small backbone on some ranks. Each round writes and reads one plain file of as many
+        bytes (one process, large blocks, flushed at the end; read with nothing of it in the system's memory), saves
         synchronously, saves asynchronously, and loads. Ratios are of one round; the result is their median.
 memory  The most a rank held while loading beyond what it held before, beside its own share of the state.
 reshard One table of 1 GiB, saved on 4 ranks and loaded on 2, saved on 2 and loaded on 4; every row is compared with the
