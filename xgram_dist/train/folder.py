@@ -6,6 +6,7 @@ metrics.jsonl         one JSON object a line
 tensorboard/          the same for TensorBoard
 trace.json            some steps as torch's profiler saw them, where asked for
 checkpoints/          the state of the run, to go on from
+lease/                who is writing to the folder
 routing.npz           the token -> row map, where there is one
 model.safetensors     weights by name: `backbone.*` and `tables.layers.LAYER.SITE.VIEW.*`
 tables-R-of-N.safetensors   with N > 1 ranks: the table rows of rank R, and their numbers as `rows`

@@ -57,6 +57,7 @@ class Trainer:
         if self.ranks.first:
             check_run_folder(folder, config, fresh)
         make_deterministic(config.train.deterministic)
+        torch.manual_seed(config.train.seed + self.ranks.rank)
         self.config, self.folder, self.device = config, folder, choose_device()
         self.ranks.phases.device = self.device
         if self.ranks.size > 1:
