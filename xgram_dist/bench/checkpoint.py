@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 
 from xgram_dist.bench.ranks import run_on_ranks
-from xgram_dist.checkpoint.boxes import State
+from xgram_dist.checkpoint.boxes import Spread, State
 from xgram_dist.checkpoint.folder import FOLDER, name_of
 from xgram_dist.checkpoint.load import load_checkpoint
 from xgram_dist.checkpoint.save import Saved, Saver
@@ -44,6 +44,7 @@ CPU = torch.device("cpu")
 def workload(vocabulary: int, layers: int, width: int, optimizer: str) -> Config:
     """Tables of one view at site v, as wide as the model."""
     model = {"vocabulary": vocabulary, "layers": layers, "width": width, "ffn_width": width, "heads": 1, "kv_heads": 1}
+    model["sequence_length"] = 512
     memory = {"method": "xgram", "compression": 1.0, "sites": {"v": {"views": 1}}, "optimizer": optimizer}
     return build_config(
         {"name": "bench-checkpoint", "model": model, "memory": memory, "parallel": {"engine": "replicated"}}
@@ -80,7 +81,8 @@ class Bench:
 
     def state(self) -> State:
         rows, whole = table_state(self.optimizer, self.mesh)
-        return backbone_state(self.engine, self.mesh) | rows | whole
+        rng = {f"rng.rank-{self.ranks.rank}": Spread.whole(torch.get_rng_state())}
+        return backbone_state(self.engine, self.mesh) | rows | whole | rng
 
     def share(self) -> int:
         """Bytes of the state that this rank holds."""
