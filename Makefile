@@ -1,10 +1,11 @@
 # make demo   from nothing to a trained X-gram model beside its vanilla twin
 # make test   all tests (lint, types, pytest)
+# make soak   a run that is killed 60 times (about ten minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 RUN := $(BIN)/xgram-dist
 
-.PHONY: demo test lint lock peers reference clean
+.PHONY: demo test soak lint lock peers reference clean
 
 .venv/installed: requirements.lock pyproject.toml
 	@echo "== environment in .venv (a few minutes, once)"
@@ -26,6 +27,10 @@ demo: .venv/installed
 	$(RUN) train recipes/tiny/xgram.yaml memory.routing.file=data/demo-routing.npz --ranks 2 --fresh
 	@echo "== 5/5 result"
 	$(RUN) report runs/tiny-vanilla runs/tiny-xgram --picture runs/demo.png
+
+# Kill a run 60 times, at all kinds of moments, and compare its end with that of a run nothing happened to.
+soak: .venv/installed
+	$(BIN)/python tests/resume/soak.py --kills 60
 
 test: lint
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5

@@ -62,6 +62,27 @@ class Progress:
             self._bar.close()
 
 
+class Lines:
+    """A plain line every few seconds, for what goes on beside other output."""
+
+    def __init__(self, title: str, line_seconds: float = 10.0):
+        self.title, self._seconds = title, line_seconds
+        self._start = self._last = time.monotonic()
+
+    def at(self, done: int, total: int) -> None:
+        """Bytes so far."""
+        now = time.monotonic()
+        if now - self._last < self._seconds or not done:
+            return
+        self._last = now
+        rate = done / (now - self._start)
+        print(
+            f"{self.title}: {done / 1e6:,.0f} of {total / 1e6:,.0f} MB of this rank, {rate / 1e6:,.0f} MB/s, "
+            f"{duration((total - done) / rate)} left",
+            flush=True,
+        )
+
+
 def duration(seconds: float) -> str:
     """`42 s`, `3 m 05 s`, `2 h 10 m`, `3 d 04 h`."""
     whole = int(seconds + 0.5)

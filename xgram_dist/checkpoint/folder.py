@@ -1,7 +1,8 @@
 """The checkpoints of a run: `checkpoints/step-00000100/`, complete or not there.
 
 A checkpoint is written into a folder with another name, flushed to the disk, and renamed as the last thing. So what has
-the name is complete, and a run that dies while writing leaves the one before untouched.
+the name is complete, and a run that dies while writing leaves the one before untouched. A run that starts clears away
+what others have not completed; so of two runs, one that lost the folder without knowing it cannot complete anything.
 """
 
 import os
@@ -27,28 +28,59 @@ def found_steps(run: Path) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)
 
 
-def begin(run: Path, step: int) -> Path:
-    """An empty folder to write into."""
-    aside = run / FOLDER / f".{name_of(step)}.part"
+def begin(run: Path, step: int, token: str) -> Path:
+    """An empty folder to write into; `token` is the run's own, so that no other writes into it."""
+    aside = _aside(run, step, token)
     shutil.rmtree(aside, ignore_errors=True)
     aside.mkdir(parents=True)
     return aside
 
 
-def complete(run: Path, step: int) -> Path:
+def complete(run: Path, step: int, token: str) -> Path:
     """What was written aside becomes the checkpoint."""
-    folder = run / FOLDER
-    final = folder / name_of(step)
-    if final.exists():  # of an earlier attempt at the same step
-        shutil.rmtree(final)
-    _flush(folder / f".{name_of(step)}.part")
-    (folder / f".{name_of(step)}.part").rename(final)
-    _flush(folder)
+    aside, final = _aside(run, step, token), run / FOLDER / name_of(step)
+    _flush(aside)
+    if final.exists():  # of an earlier attempt at this step, that was refused
+        replaced = aside.with_suffix(".replaced")
+        final.rename(replaced)
+        try:
+            aside.rename(final)
+        except OSError:
+            replaced.rename(final)
+            raise
+        shutil.rmtree(replaced, ignore_errors=True)
+    else:
+        aside.rename(final)
+    _flush(run / FOLDER)
     return final
 
 
-def discard(run: Path, step: int) -> None:
-    shutil.rmtree(run / FOLDER / f".{name_of(step)}.part", ignore_errors=True)
+def copy_file(file: Path, folder: Path) -> None:
+    """Copied and flushed to the disk."""
+    with file.open("rb") as source, (folder / file.name).open("wb") as target:
+        shutil.copyfileobj(source, target)
+        target.flush()
+        os.fsync(target.fileno())
+
+
+def discard(run: Path, step: int, token: str) -> None:
+    shutil.rmtree(_aside(run, step, token), ignore_errors=True)
+
+
+def clear_unfinished(run: Path) -> None:
+    """What earlier runs did not finish. Renamed first: a run that is still at it can then no longer complete it."""
+    for old in (run / FOLDER).glob(".step-*"):
+        gone = old.with_name(f".gone-{old.name[1:]}")
+        try:
+            old.rename(gone)
+        except OSError:
+            continue  # completed this very moment
+    for old in (run / FOLDER).glob(".gone-*"):
+        shutil.rmtree(old, ignore_errors=True)
+
+
+def _aside(run: Path, step: int, token: str) -> Path:
+    return run / FOLDER / f".{name_of(step)}.{token}.part"
 
 
 def superfluous(steps: list[int], keep: int, keep_every: int) -> Iterator[int]:

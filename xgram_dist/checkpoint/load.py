@@ -74,7 +74,7 @@ def load_checkpoint(
 def _whole(reader: FolderReader, prefix: str) -> dict[str, torch.Tensor]:
     """Small tensors by the end of their name."""
     return {
-        name.removeprefix(prefix): reader.chunk(entry.chunks[0]).clone()
+        name.removeprefix(prefix): reader.chunk(entry.chunks[0])
         for name, entry in reader.manifest.tensors.items()
         if name.startswith(prefix) and len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape
     }

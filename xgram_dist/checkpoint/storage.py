@@ -5,6 +5,7 @@ not, since they hold pickles. A rank writes one tensor file, the first rank the 
 """
 
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,8 +33,9 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from xgram_dist.checkpoint.boxes import Box, State
-from xgram_dist.checkpoint.files import DTYPES, DamagedFileError, TensorFile, write_tensors
+from xgram_dist.checkpoint.files import DTYPES, DamagedFileError, TensorFile, verify_file, write_tensors
 from xgram_dist.checkpoint.manifest import Chunk, Entry, Manifest
+from xgram_dist.progress import Lines
 
 # Said of every run in one process, which is no mistake.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -99,8 +101,12 @@ class BoxSavePlanner(SavePlanner):
 class FolderWriter(StorageWriter):
     """Into a folder that exists; `run` goes into the manifest."""
 
-    def __init__(self, folder: Path, rank: int, run: dict[str, Any]):
-        self.folder, self.rank, self.run = folder, rank, run
+    def __init__(self, folder: Path, rank: int, run: dict[str, Any], lines: Lines | None = None):
+        self.folder, self.rank, self.run, self.lines = folder, rank, run, lines
+        self.written: set[tuple[str, tuple[int, ...]]] = set()
+        """Boxes that this rank has written."""
+        self.total = 0
+        """Bytes of all ranks; known to the first."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -124,7 +130,9 @@ class FolderWriter(StorageWriter):
             data = planner.resolve_data(item)
             assert isinstance(data, Tensor)
             tensors[key], keys[key] = data, item.index
-        sums = write_tensors(self.folder / name, tensors)
+        sums = write_tensors(self.folder / name, tensors, self.lines)
+        verify_file(self.folder / name, sums)
+        self.written = {(index.fqn, tuple(index.offset or ())) for index in keys.values()}
         size = (self.folder / name).stat().st_size
         done: Future[list[WriteResult]] = Future()
         done.set_result(
@@ -146,6 +154,7 @@ class FolderWriter(StorageWriter):
         for path in self.folder.iterdir():
             manifest.files.setdefault(path.name, path.stat().st_size)
         manifest.write(self.folder)
+        self.total = sum(manifest.files.values())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
@@ -203,7 +212,6 @@ class FolderReader(StorageReader):
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self._files: dict[str, TensorFile] = {}
-        self._verified: set[tuple[str, str]] = set()
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -220,18 +228,28 @@ class FolderReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def chunk(self, chunk: Chunk) -> Tensor:
-        """A saved part, verified, as a view of the file."""
+    def _open(self, chunk: Chunk) -> TensorFile:
         file = self._files.get(chunk.file)
         if file is None:
             file = self._files[chunk.file] = TensorFile(self.folder / chunk.file)
-        if (chunk.file, chunk.key) not in self._verified:
-            file.verify(chunk.key, chunk.checksum)
-            self._verified.add((chunk.file, chunk.key))
-        found = file.tensor(chunk.key)
-        if list(found.shape) != chunk.sizes:
-            raise DamagedFileError(f"'{file.path}': '{chunk.key}' is {list(found.shape)}, not {chunk.sizes}")
-        return found
+        found = list(file.shape(chunk.key))
+        if found != chunk.sizes:
+            raise DamagedFileError(f"'{file.path}': '{chunk.key}' is {found}, not {chunk.sizes}")
+        return file
+
+    def chunk(self, chunk: Chunk) -> Tensor:
+        """A saved part, verified."""
+        made = torch.empty(chunk.sizes, dtype=self._open(chunk).dtype(chunk.key))
+        self.read_into(chunk, made)
+        return made
+
+    def read_into(self, chunk: Chunk, target: Tensor) -> None:
+        """All of a saved part, verified."""
+        self._open(chunk).read_into(chunk.key, target, chunk.checksum)
+
+    def blocks(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
+        """A saved part some rows at a time, verified when the last has been taken."""
+        return self._open(chunk).blocks(chunk.key, chunk.checksum)
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -239,11 +257,21 @@ class FolderReader(StorageReader):
             entry = self.manifest.tensors[item.storage_index.fqn]
             chunk = next(chunk for chunk in entry.chunks if chunk.offsets == offsets)
             target = planner.resolve_tensor(item)
-            target.copy_(_narrow(self.chunk(chunk), item.storage_offsets, item.lengths))
+            if list(item.lengths) == chunk.sizes:
+                self.read_into(chunk, target)
+            else:
+                self._read_part(chunk, target, item.storage_offsets, item.lengths)
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
+
+    def _read_part(self, chunk: Chunk, target: Tensor, offsets: Any, lengths: Any) -> None:
+        for start, block in self.blocks(chunk):
+            first, last = max(start, offsets[0]), min(start + len(block), offsets[0] + lengths[0])
+            if first < last:
+                rows = _narrow(block[first - start : last - start], (0, *offsets[1:]), (last - first, *lengths[1:]))
+                target[first - offsets[0] : last - offsets[0]] = rows.to(target)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

@@ -10,13 +10,14 @@ EXAMPLES = """
   xgram-dist bench step               X-gram's training step against vanilla's
   xgram-dist bench data --json        prepare against bare tokenisation; loader against what training consumes
   xgram-dist bench data --corpus FOLDER --tokenizer tokenizer.json
+  xgram-dist bench checkpoint --json --folder /scratch       saves and loads against plain files of the same size
   xgram-dist bench exchange --ranks 2 --rounds 3 --peers tools/peers --frequencies frequencies.npz
   xgram-dist bench engine --frequencies frequencies.npz      engines against bare loops; FSDP around tables against ours
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["data", "engine", "exchange", "step"], help="which benchmark")
+    parser.add_argument("what", choices=["checkpoint", "data", "engine", "exchange", "step"], help="which benchmark")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument("--rounds", type=int, help="how often the sides take turns (default: step 12, others 3)")
     parser.add_argument("--vocabulary", type=int, default=32768, help="step, engine: vocabulary (default 32768)")
@@ -24,12 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--corpus", help="data: documents to tokenise (default: the embedded corpus)")
     parser.add_argument("--tokenizer", help="data: tokenizer file (default: one trained on the corpus)")
     parser.add_argument(
-        "--ranks", type=int, nargs="+", default=[2], help="exchange: numbers of ranks; engine: one (default 2)"
+        "--ranks",
+        type=int,
+        nargs="+",
+        default=[2],
+        help="exchange: numbers of ranks; checkpoint, engine: one (default 2)",
     )
     parser.add_argument("--steps", type=int, help="steps of a round that count (default: exchange 30, engine 8)")
     parser.add_argument(
         "--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or of 4x (default 1)"
     )
+    parser.add_argument("--folder", help="checkpoint: on the disk to be measured (default: the current folder)")
     parser.add_argument("--peers", help="exchange: folder of the peers, tools/peers (default: ours alone)")
     parser.add_argument("--frequencies", help="exchange, engine: token frequencies (default: Zipf)")
     parser.add_argument(
@@ -45,6 +51,13 @@ def run(args: argparse.Namespace) -> int:
         from xgram_dist.bench.step import run_step_benchmark
 
         figures = run_step_benchmark(rounds, args.vocabulary, not args.no_compile)
+    elif args.what == "checkpoint":
+        rounds = 3 if args.rounds is None else args.rounds
+        if rounds < 1 or len(args.ranks) != 1:
+            raise UserError("bench checkpoint needs --rounds of at least 1 and one number of --ranks")
+        from xgram_dist.bench.checkpoint import run_checkpoint_benchmark
+
+        figures = run_checkpoint_benchmark(args.ranks[0], rounds, None if args.folder is None else Path(args.folder))
     elif args.what == "exchange":
         return _exchange(args)
     elif args.what == "engine":

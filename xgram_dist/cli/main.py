@@ -20,7 +20,7 @@ COMMANDS = {
     "plan": "what a recipe costs, without building it: parameters and FLOPs",
     "train": "train a recipe",
     "report": "table and picture of one or more runs",
-    "bench": "benchmarks, side by side in one run: data, step",
+    "bench": "benchmarks, side by side in one run: checkpoint, data, engine, exchange, step",
 }
 
 

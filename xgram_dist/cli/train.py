@@ -2,6 +2,7 @@
 
 import argparse
 import os
+from contextlib import nullcontext
 from pathlib import Path
 
 EXAMPLES = """
@@ -30,6 +31,7 @@ def run(args: argparse.Namespace) -> int:
     if args.ranks < 1:
         raise UserError(f"--ranks {args.ranks} is not at least 1")
     if args.ranks > 1 and "RANK" not in os.environ:
+        from xgram_dist.checkpoint.lease import check_free
         from xgram_dist.parallel.launch import launch
         from xgram_dist.parallel.mesh import check_mesh
         from xgram_dist.train.folder import check_run_folder
@@ -38,16 +40,19 @@ def run(args: argparse.Namespace) -> int:
         check_files(config)
         check_mesh(config, args.ranks)
         accumulation(config, args.ranks // config.parallel.tensor)
-        check_run_folder(folder, args.fresh)
+        check_free(folder)
+        check_run_folder(folder, config, args.fresh)
         options = ["--folder", str(folder), *(["--fresh"] if args.fresh else [])]
         return launch(["train", args.recipe, *args.overrides, *options], args.ranks)
+    from xgram_dist.checkpoint.lease import hold
     from xgram_dist.parallel.device import choose_device
     from xgram_dist.parallel.ranks import join_ranks
     from xgram_dist.train.loop import Trainer
 
     ranks = join_ranks(choose_device(), config.train.collective_timeout)
     try:
-        return Trainer(config, folder, args.fresh, ranks).run()
+        with hold(folder) if ranks.first else nullcontext() as lease:
+            return Trainer(config, folder, args.fresh, ranks, lease).run()
     except (RuntimeError, MemoryError) as error:
         from xgram_dist.train.out_of_memory import explained, is_out_of_memory
 

@@ -222,6 +222,8 @@ class CheckpointConfig(Section):
 
     every: NotNegative = 0
     """Steps between checkpoints; 0: none in between."""
+    minutes: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Minutes between checkpoints, beside those of `every`; 0: none by the clock."""
     keep: Positive = 2
     """Newest checkpoints that stay."""
     keep_every: NotNegative = 0

@@ -61,6 +61,11 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
+def empty_on_host(like: Tensor) -> Tensor:
+    """Host memory for a tensor's values, contiguous; that of a GPU's is pinned."""
+    return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
+
+
 def now(device: torch.device) -> Any:
     """This moment in the device's queue of work, for `seconds_between`."""
     if device.type != "cuda":

@@ -1,8 +1,8 @@
 """`--ranks N`: start N ranks of this command on this machine, and end them together.
 
 The first rank's output is the run's; the others are heard only when they fail. When a rank fails, the others are
-ended at once and its last words are shown, so that the first cause is not buried under their complaints. Ctrl-C and
-SIGTERM are passed on to all ranks, which agree on a step to stop after.
+ended at once and its last words are shown, so that the first cause is not buried under their complaints. Ctrl-C,
+SIGTERM and SIGUSR1 are passed on to all ranks, which agree on a step to stop after.
 """
 
 import collections
@@ -39,7 +39,7 @@ def launch(arguments: list[str], ranks: int) -> int:
     heard = [_Ear(process.stderr, aloud=rank == 0) for rank, process in enumerate(processes)]
     before: dict[int, Any] = {
         number: signal.signal(number, lambda received, _: _pass_on(processes, received))
-        for number in (signal.SIGINT, signal.SIGTERM)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     }
     try:
         return _wait(processes, heard)
@@ -87,12 +87,12 @@ def _wait(processes: list[subprocess.Popen[bytes]], heard: list[_Ear]) -> int:
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, 130)]
         if failed:
             first = failed[0]
+            words = heard[first].last_words()
             for ear in heard:
                 ear.aloud = False
             code = codes[first]
             assert code is not None
             if first != 0:
-                words = heard[first].last_words()
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
                 print(f"rank {first} of {len(processes)} {how}:\n{words}".rstrip(), file=sys.stderr)
             _pass_on([p for p in processes if p.poll() is None], signal.SIGKILL)

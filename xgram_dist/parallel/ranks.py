@@ -11,6 +11,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from xgram_dist.parallel.phases import Phases
 
@@ -106,8 +108,10 @@ def join_ranks(device: torch.device, timeout: float = 600.0) -> Ranks:
         return Ranks()
     backend = "nccl" if device.type == "cuda" else "gloo"
     limit = timedelta(seconds=timeout + START_SECONDS)
-    dist.init_process_group(backend, timeout=limit)
-    rank = dist.get_rank()
+    store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+    # torchrun keeps one store over its restarts; addresses of ranks that are gone must not be found in it.
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=limit)
     host = Ranks(rank, size, dist.new_group(backend="gloo", timeout=limit))
     world = Ranks(rank, size, dist.group.WORLD, host)
     world.timeout = limit

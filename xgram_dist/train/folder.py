@@ -6,6 +6,7 @@ metrics.jsonl         one JSON object a line
 tensorboard/          the same for TensorBoard
 trace.json            some steps as torch's profiler saw them, where asked for
 checkpoints/          the state of the run, to go on from
+lease/                who is writing to the folder
 routing.npz           the token -> row map, where there is one
 model.safetensors     weights by name: `backbone.*` and `tables.layers.LAYER.SITE.VIEW.*`
 tables-R-of-N.safetensors   with N > 1 ranks: the table rows of rank R, and their numbers as `rows`
@@ -33,13 +34,22 @@ DEEPSPEED, TRACE = "deepspeed.json", "trace.json"
 OWN = (METRICS, CONFIG, WEIGHTS, ROUTING, DEEPSPEED, TRACE)
 
 
-def check_run_folder(folder: Path, fresh: bool) -> None:
-    """A run with a checkpoint goes on; one without is started over only when told."""
-    if (folder / METRICS).exists() and not fresh and not found_steps(folder):
+def check_run_folder(folder: Path, config: Config, fresh: bool) -> None:
+    """A run with a checkpoint goes on; one that was lost before its first is started over; else only when told."""
+    if (folder / METRICS).exists() and not fresh and not found_steps(folder) and not _was_lost(folder, config):
         raise UserError(
             f"'{folder}' already holds a run, without a checkpoint to go on from; choose another folder with --folder "
             f"DIR, or start over with --fresh"
         )
+
+
+def _was_lost(folder: Path, config: Config) -> bool:
+    """This very run, which never came to its end: nothing but the first steps' metrics is lost by repeating it."""
+    try:
+        same = (folder / CONFIG).read_text(encoding="utf-8") == dump_config(config)
+        return same and '"kind": "end"' not in (folder / METRICS).read_text(encoding="utf-8")
+    except (OSError, ValueError):
+        return False
 
 
 def open_run_folder(folder: Path, config: Config, data_size: int, resumed: int) -> None:

@@ -2,9 +2,10 @@
 
     for each step:  batch -> fetch -> forward and backward of each micro-batch -> give back -> clip -> update
 
-Ctrl-C (or SIGTERM) ends after the current step, with weights and metrics written.
+Ctrl-C (or SIGTERM, SIGUSR1) ends after the current step, with a checkpoint, weights and metrics written.
 """
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,9 @@ from typing import Any
 import torch
 
 from xgram_dist.checkpoint.boxes import Spread
+from xgram_dist.checkpoint.lease import Lease
 from xgram_dist.checkpoint.load import load_newest
-from xgram_dist.checkpoint.save import Saver
+from xgram_dist.checkpoint.save import Saved, Saver
 from xgram_dist.checkpoint.state import backbone_state, table_state
 from xgram_dist.config import Config, dump_config
 from xgram_dist.config.check import accumulation, check_files
@@ -45,14 +47,17 @@ from xgram_dist.train.validate import validate
 class Trainer:
     """Everything a rank of a run holds. `run` is the loop; the first rank speaks and writes."""
 
-    def __init__(self, config: Config, folder: Path, fresh: bool, ranks: Ranks | None = None):
+    def __init__(
+        self, config: Config, folder: Path, fresh: bool, ranks: Ranks | None = None, lease: Lease | None = None
+    ):
         check_files(config)
         self.ranks = ranks or Ranks()
         self.mesh = build_mesh(config, self.ranks)
         accumulation(config, self.mesh.data.size)
         if self.ranks.first:
-            check_run_folder(folder, fresh)
+            check_run_folder(folder, config, fresh)
         make_deterministic(config.train.deterministic)
+        torch.manual_seed(config.train.seed + self.ranks.rank)
         self.config, self.folder, self.device = config, folder, choose_device()
         self.ranks.phases.device = self.device
         if self.ranks.size > 1:
@@ -85,7 +90,7 @@ class Trainer:
         share = touched_share(config, self.data, routing)
         self.optimizer = Optimizer(config, self.engine, self.lookup, self.mesh, share)
         self.routing = routing
-        self.saver = Saver(folder, config.checkpoint, self.ranks)
+        self.saver = Saver(folder, config.checkpoint, self.ranks, lease)
         self.position = self.start = self.skipped = self.skipped_in_a_row = 0  # position: global sequences trained on
         if not fresh:
             self._resume()
@@ -103,7 +108,7 @@ class Trainer:
         self.steps = PlannedSteps(self.loader, self.lookup, steps=left, ahead=config.memory.plan_ahead)
 
     def run(self) -> int:
-        """Train to the end; exit code 0, or 130 when stopped by a signal."""
+        """Train to the end; exit code 0, 130 when stopped by a signal, 1 when the end could not be saved."""
         train, step, stopped = self.config.train, self.start, False
         try:
             with Stop() as stop, self.loader:
@@ -122,11 +127,13 @@ class Trainer:
                         self._report(step, result, planned)
                     self._tell(self.saver.outcome())
                     with self.ranks.phases("agree"):
-                        stopped = self.ranks.any(stop.signal is not None, self.device) and step < train.steps
+                        asked, due = self.ranks.sum_integers(
+                            int(stop.signal is not None), int(self.ranks.first and self.saver.due(step)), self.device
+                        )
+                    stopped = asked > 0 and step < train.steps
                     if stopped:
                         break
-                    every = self.config.checkpoint.every
-                    if every and step % every == 0 and step < train.steps:
+                    if due and step < train.steps:
                         self._save(step, wait=False)
                     if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                         self._validate(step)
@@ -183,7 +190,8 @@ class Trainer:
         self.loader.load_state_dict(facts["loader"])
         self._say(f"going on after step {self.start}")
 
-    def _save(self, step: int, *, wait: bool) -> None:
+    def _save(self, step: int, *, wait: bool) -> bool:
+        """False: it was waited for, and failed."""
         tables = self.optimizer.table_optimizer
         state = backbone_state(self.engine, self.mesh)
         if tables is not None:
@@ -205,11 +213,16 @@ class Trainer:
             "config": dump_config(self.config),
         }
         files = [self.folder / ROUTING] if self.routing is not None else []
-        self._tell(self.saver.save(state, facts, files, wait=wait))
+        return self._tell(self.saver.save(state, facts, files, wait=wait))
 
-    def _tell(self, sentence: str | None) -> None:
-        if sentence is not None:
-            self._say(sentence)
+    def _tell(self, ended: list[Saved]) -> bool:
+        """Say how saves ended, a failed one loudly; whether the last was good."""
+        for one in ended:
+            if self.ranks.first:
+                print(one, file=sys.stdout if one.error is None else sys.stderr, flush=True)
+            figures = {"bytes": one.bytes, "seconds_saving": one.seconds, "seconds_blocked": one.blocked}
+            self._record("checkpoint", one.step, written=one.error is None, **figures)
+        return not ended or ended[-1].error is None
 
     def _record_memory(self, step: int, planned: Planned) -> None:
         """Once, of every rank: after a whole step everything there is has been made."""
@@ -247,14 +260,14 @@ class Trainer:
     def _finish(self, step: int, stopped: bool) -> int:
         rate = self.interval.overall()  # before the weights are written, which is not training
         entropy = None if stopped else self._validate(step)
-        self._save(step, wait=True)
+        saved = step == self.start or self._save(step, wait=True)
         weights = save_weights(self.folder, self.engine, self.lookup, step, self.mesh)
         tables = store_of(self.lookup)
         hit, rows = self.ranks.sum_integers(*(tables.rows_hit() if tables is not None else (0, 0)), self.device)
         self._record(
             "end",
             step,
-            complete=not stopped,
+            complete=saved and not stopped,
             validation_loss=entropy,
             validation_perplexity=None if entropy is None else perplexity(entropy),
             tokens=self.position * self.config.model.sequence_length,
@@ -264,4 +277,4 @@ class Trainer:
             rows=rows,
         )
         self._say(f"{'stopped' if stopped else 'done'} after step {step}: {weights}")
-        return 130 if stopped else 0
+        return 130 if stopped else 0 if saved else 1

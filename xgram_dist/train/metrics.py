@@ -6,7 +6,9 @@ line, so a killed run keeps all it has said.
 
 import json
 import math
+import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,23 +19,44 @@ class Metrics:
     def __init__(self, folder: Path):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only here
 
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8")
-        self._board = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._file = (folder / "metrics.jsonl").open("ab", buffering=0)
+        self._waiting = b""
+        self._board: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
         self._start = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
         # A loss that is not finite is no JSON number; null says the same to every reader.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         record = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3), **clean}
-        self._file.write(json.dumps(record) + "\n")
-        self._file.flush()
-        for name, value in clean.items():
-            if isinstance(value, int | float):
-                self._board.add_scalar(f"{kind}/{name}", value, step)  # type: ignore[no-untyped-call]
+        self._waiting += json.dumps(record).encode() + b"\n"
+        self._flush()
+        numbers = {f"{kind}/{name}": value for name, value in clean.items() if isinstance(value, int | float)}
+        self._to_board(lambda board: [board.add_scalar(name, value, step) for name, value in numbers.items()])
 
     def close(self) -> None:
+        self._flush()
         self._file.close()
-        self._board.close()  # type: ignore[no-untyped-call]
+        self._to_board(lambda board: board.close())
+
+    def _flush(self) -> None:
+        """A disk that is full does not end a run: what could not be written waits for the next time."""
+        try:
+            while self._waiting:
+                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+        except OSError as error:
+            _complain(f"cannot write '{self._file.name}': {error.strerror}; what is missing is written when it can be")
+
+    def _to_board(self, work: Callable[[Any], object]) -> None:
+        try:
+            if self._board is not None:
+                work(self._board)
+        except OSError as error:
+            self._board = None
+            _complain(f"cannot write to TensorBoard: {error.strerror}; metrics.jsonl has it all")
+
+
+def _complain(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def perplexity(cross_entropy: float) -> float:

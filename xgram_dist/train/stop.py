@@ -1,4 +1,8 @@
-"""Ctrl-C and SIGTERM: end after the current step."""
+"""Ctrl-C, SIGTERM and SIGUSR1: end after the current step, with a checkpoint.
+
+Schedulers ask more than once (Slurm: SIGUSR1 some time before the limit, SIGTERM at it; some launchers send each signal
+twice), and what is being saved must then not be broken off. Only a second Ctrl-C, a person's, ends the run at once.
+"""
 
 import os
 import signal
@@ -7,14 +11,14 @@ from typing import Any
 
 
 class Stop:
-    """Remembers that someone asked the run to end; the second time it ends at once."""
+    """Remembers that someone asked the run to end."""
 
     def __init__(self) -> None:
         self.signal: int | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "Stop":
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
             self._before[number] = signal.signal(number, self._asked)
         return self
 
@@ -23,8 +27,9 @@ class Stop:
             signal.signal(number, handler)
 
     def _asked(self, number: int, frame: FrameType | None) -> None:
-        if self.signal is not None:
+        if self.signal is not None and number == signal.SIGINT:
             raise KeyboardInterrupt
+        if self.signal is None:
+            # Not print: this may interrupt one, and a stream does not let itself be written to twice at a time.
+            os.write(2, b"stopping after this step (Ctrl-C once more: at once)\n")
         self.signal = number
-        # Not print: this may interrupt one, and a stream does not let itself be written to twice at a time.
-        os.write(2, b"stopping after this step (once more: at once)\n")

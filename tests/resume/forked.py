@@ -1,0 +1,151 @@
+"""`xgram-dist train` started by forking a process that has already imported everything.
+
+A start costs five seconds of imports on each rank; tests that start runs dozens of times do it this way. What runs is
+the command line with its real launcher; only its `Popen` forks instead of starting an interpreter.
+
+    python forked.py     reads requests as JSON lines: {"start": words, "log": path} or {"poll": pid}
+"""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+
+class Zygote:
+    """The other end, in the test."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, __file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+
+    def start(self, words: list[str], log: Path) -> "Forked":
+        return Forked(self, self._ask({"start": words, "log": str(log)}))
+
+    def poll(self, pid: int) -> int | None:
+        return self._ask({"poll": pid})
+
+    def close(self) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.close()
+        self._process.wait(10)
+
+    def _ask(self, question: Any) -> Any:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.write(json.dumps(question) + "\n")
+        self._process.stdin.flush()
+        return json.loads(self._process.stdout.readline())
+
+
+class Forked:
+    """As much of a Popen as is needed."""
+
+    def __init__(self, zygote: Zygote, pid: int):
+        self.pid, self.returncode, self._zygote = pid, None, zygote
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = self._zygote.poll(self.pid)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        import time
+
+        end = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > end:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout)
+            time.sleep(0.005)
+        assert self.returncode is not None
+        return self.returncode
+
+
+class ForkingPopen:
+    """`subprocess.Popen([python, "-m", "xgram_dist", *words], env=...)` of parallel/launch.py, by forking."""
+
+    def __init__(self, command: list[str], *, env: dict[str, str], stdout: int | None, **_: Any):
+        reading, writing = os.pipe()
+        self.returncode: int | None = None
+        self.pid = os.fork()
+        if self.pid == 0:
+            os.close(reading)
+            os.dup2(writing, 2)
+            if stdout == subprocess.DEVNULL:
+                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+            os.setsid()
+            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
+                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+            os.environ.clear()
+            os.environ.update(env)
+            run(command[3:])
+        os.close(writing)
+        self.stderr = os.fdopen(reading, "rb")
+
+    def poll(self) -> int | None:
+        if self.returncode is None:
+            pid, status = os.waitpid(self.pid, os.WNOHANG)
+            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
+        return self.returncode
+
+    def wait(self) -> int | None:
+        if self.returncode is None:
+            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        if self.poll() is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        self.send_signal(signal.SIGKILL)
+
+
+def run(words: list[str]) -> None:
+    """The command in this process, which ends with it."""
+    from xgram_dist.cli.main import main
+
+    try:
+        code = main(words)
+    except BaseException:
+        traceback.print_exc()
+        code = 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def serve() -> None:
+    import torch._inductor.config
+    import torch.utils.tensorboard  # noqa: F401
+
+    import xgram_dist.cli.train
+    import xgram_dist.train.loop  # noqa: F401
+    from xgram_dist.parallel import launch
+
+    launch.subprocess.Popen = ForkingPopen  # type: ignore[misc, assignment]
+    for line in sys.stdin:
+        question = json.loads(line)
+        if "poll" in question:
+            pid, status = os.waitpid(question["poll"], os.WNOHANG)
+            answer = os.waitstatus_to_exitcode(status) if pid else None
+        elif (answer := os.fork()) == 0:
+            log = os.open(question["log"], os.O_WRONLY | os.O_CREAT)
+            for stream in (1, 2):
+                os.dup2(log, stream)
+            os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            run(question["start"])
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    serve()

@@ -1,0 +1,215 @@
+"""Runs that are killed for real, at moments seen from outside: files that appear, files that a rank has open.
+
+Ranks are stopped first, the moment is looked at again, and only then is anyone killed: so a kill "between files and
+rename" was one.
+"""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from forked import Zygote
+from safetensors.numpy import load_file
+
+RANKS = 2
+
+
+class Run:
+    """`xgram-dist train` in a process of its own; its output goes to a file.
+
+    Started as a user would, or by a zygote (forked.py); or `command`, to which recipe and folder are added.
+    """
+
+    def __init__(
+        self,
+        recipe: str,
+        folder: Path,
+        *words: str,
+        ranks: int = RANKS,
+        zygote: Zygote | None = None,
+        command: tuple[str, ...] = (sys.executable, "-m", "xgram_dist", "train"),
+        **environment: str,
+    ):
+        self.folder, self.ranks, self.begun = folder, ranks, time.monotonic()
+        self.log = Path(recipe).parent / f"{folder.name}-{time.monotonic_ns()}.log"
+        several = ("--ranks", str(ranks)) if "torch.distributed.run" not in command else ()
+        words = (recipe, "--folder", str(folder), *several, *words)
+        self.log.touch()
+        if zygote is not None:
+            self.process: Any = zygote.start(["train", *words], self.log)
+            return
+        with self.log.open("wb") as log:
+            environment = {**os.environ, "OMP_NUM_THREADS": "1", **environment}
+            self.process = subprocess.Popen([*command, *words], stdout=log, stderr=subprocess.STDOUT, env=environment)
+
+    def said(self) -> str:
+        return self.log.read_text(errors="replace")
+
+    def pids(self) -> list[int]:
+        """Of the ranks, in order; fewer while they are being started."""
+        if self.ranks == 1:
+            return [self.process.pid]
+        with suppress(OSError):
+            path = f"/proc/{self.process.pid}/task/{self.process.pid}/children"
+            return [int(pid) for pid in Path(path).read_text().split()]
+        return []
+
+    def send(self, number: int, *pids: int) -> None:
+        for pid in pids or self.pids():
+            with suppress(ProcessLookupError):
+                os.kill(pid, number)
+
+    def stop_at(self, moment: Callable[["Run"], bool], timeout: float = 60.0) -> bool:
+        """All ranks stopped while `moment` is true; False: the run ended before."""
+        end = time.monotonic() + timeout
+        while self.process.poll() is None:
+            if moment(self) and len(self.pids()) == self.ranks:
+                pids = self.pids()
+                self.send(signal.SIGSTOP, *pids)
+                if moment(self):
+                    return True
+                self.send(signal.SIGCONT, *pids)
+            assert time.monotonic() < end, f"waited {timeout} s for the moment: {self.said()}"
+            time.sleep(0.0005)
+        return False
+
+    def kill(self, whom: str) -> None:
+        """Stopped ranks: the first, the last, or all with their launcher."""
+        pids = self.pids()
+        if whom == "all ranks":
+            self.send(signal.SIGKILL, self.process.pid, *pids)
+        else:
+            self.send(signal.SIGKILL, pids[0 if whom == "the first" else -1])
+            self.send(signal.SIGCONT, *pids)
+
+    def end(self, timeout: float = 60.0) -> int:
+        try:
+            return self.process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            self.send(signal.SIGKILL, self.process.pid, *self.pids())
+            raise AssertionError(f"the run did not end in {timeout} s: {self.said()}") from None
+
+
+def unfinished(run: Run) -> list[str]:
+    with suppress(FileNotFoundError):
+        return [name for name in os.listdir(run.folder / "checkpoints") if name.endswith(".part")]
+    return []
+
+
+def saving(run: Run) -> bool:
+    return bool(unfinished(run))
+
+
+def files_complete(run: Run) -> bool:
+    """All is written, the folder has not got its name."""
+    return any((run.folder / "checkpoints" / name / "manifest.json").exists() for name in unfinished(run))
+
+
+def loading(run: Run) -> bool:
+    """A rank has a file of a complete checkpoint open."""
+    for pid in run.pids():
+        with suppress(OSError):
+            if "/checkpoints/step-" in Path(f"/proc/{pid}/maps").read_text():
+                return True
+            for name in os.listdir(f"/proc/{pid}/fd"):
+                if "/checkpoints/step-" in os.readlink(f"/proc/{pid}/fd/{name}"):
+                    return True
+    return False
+
+
+def wait_until(run: Run, what: Callable[[], bool], timeout: float = 60.0) -> None:
+    end = time.monotonic() + timeout
+    while not what():
+        assert run.process.poll() is None, f"the run has ended: {run.said()}"
+        assert time.monotonic() < end, f"waited {timeout} s: {run.said()}"
+        time.sleep(0.01)
+
+
+def training(run: Run) -> bool:
+    """There is a checkpoint to go on from."""
+    return bool(steps_saved(run.folder)) and "\nstep " in run.said()
+
+
+def steps_saved(folder: Path) -> list[int]:
+    names = os.listdir(folder / "checkpoints") if (folder / "checkpoints").is_dir() else []
+    return sorted(int(name.removeprefix("step-")) for name in names if name.startswith("step-"))
+
+
+MOMENTS: dict[str, Callable[[Run], bool]] = {
+    "while training": training,
+    "during a save": saving,
+    "between files and rename": files_complete,
+    "during a load": loading,
+    "any time": lambda run: True,
+}
+
+
+@dataclass
+class Kill:
+    moment: str
+    whom: str
+    saved: int
+    """Newest step whose checkpoint there was."""
+
+
+def kill_loop(
+    recipe: str,
+    folder: Path,
+    kills: int,
+    seed: int,
+    zygote: Zygote | None = None,
+    tell: Callable[[str], None] = lambda text: None,
+) -> list[Kill]:
+    """Start, kill, start again until all kills are done and the run has come to its end."""
+    chooser = random.Random(seed)
+    done: list[Kill] = []
+    while len(done) < kills:
+        name = list(MOMENTS)[len(done) % len(MOMENTS)]
+        if name == "during a load" and not steps_saved(folder):
+            name = "during a save"
+        whom = ("all ranks", "the first", "the last")[len(done) % 3]
+        run = Run(recipe, folder, zygote=zygote)
+        if name == "any time":
+            time.sleep(chooser.uniform(0.0, 1.5 if zygote else 8.0))
+        elif name == "while training":
+            assert run.stop_at(training), run.said()
+            run.send(signal.SIGCONT)
+            time.sleep(chooser.uniform(0.0, 0.4))
+        hit = run.stop_at(MOMENTS[name])
+        assert hit, f"the run ended before kill {len(done) + 1} of {kills}, {name}; give it more steps\n{run.said()}"
+        run.kill(whom)
+        assert run.end() != 0, run.said()
+        assert "is refused" not in run.said(), run.said()
+        done.append(Kill(name, whom, max(steps_saved(folder), default=0)))
+        tell(f"kill {len(done)} of {kills}: {name}, {whom}; checkpoint of step {done[-1].saved}")
+    run = Run(recipe, folder, zygote=zygote)
+    assert run.end(120) == 0, run.said()
+    assert "is refused" not in run.said(), run.said()
+    return done
+
+
+def contents(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Every tensor of a checkpoint: weights, optimizer state, generators."""
+    found: dict[str, np.ndarray] = {}
+    for file in sorted(checkpoint.glob("rank-*.safetensors")):
+        found |= {f"{file.name} {name}": value for name, value in load_file(file).items()}
+    return found
+
+
+def assert_same_end(folder: Path, other: Path) -> None:
+    newest = max(steps_saved(folder))
+    assert newest == max(steps_saved(other))
+    ours, theirs = (contents(path / "checkpoints" / f"step-{newest:08d}") for path in (folder, other))
+    assert ours.keys() == theirs.keys()
+    assert len(ours) > 20
+    for name in ours:
+        np.testing.assert_array_equal(ours[name], theirs[name], err_msg=name, strict=True)

@@ -1,0 +1,51 @@
+"""A run that is killed again and again ends with the weights of the run that never was."""
+
+import signal
+import sys
+
+import pytest
+from kills import MOMENTS, Run, assert_same_end, kill_loop, steps_saved, wait_until
+from train_helpers import read_metrics, small_config
+
+from xgram_dist.config import dump_config
+
+STEPS, KILLS = 150, 8
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data, zygote):
+    """(recipe, folder) of a run on two ranks, with sharded tables, that nothing happened to."""
+    folder = tmp_path_factory.mktemp("whole")
+    train = {"steps": STEPS, "log_every": 1, "validation_sequences": 4}
+    recipe = folder / "recipe.yaml"
+    recipe.write_text(dump_config(small_config(data, train=train, checkpoint={"every": 5})))
+    run = Run(str(recipe), folder / "run", zygote=zygote)
+    assert run.end() == 0, run.said()
+    return str(recipe), folder / "run"
+
+
+def assert_same_losses(folder, other):
+    ours, theirs = ([record["loss"] for record in read_metrics(run, "train")] for run in (folder, other))
+    assert len(ours) == STEPS
+    assert ours == theirs
+
+
+def test_eight_kills_change_no_bit(tmp_path, whole, zygote):
+    recipe, undisturbed = whole
+    kills = kill_loop(recipe, tmp_path / "killed", KILLS, seed=1, zygote=zygote, tell=print)
+    assert {kill.moment for kill in kills} == set(MOMENTS)
+    assert len({kill.whom for kill in kills}) == 3
+    assert_same_end(tmp_path / "killed", undisturbed)
+    assert_same_losses(tmp_path / "killed", undisturbed)
+
+
+def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path, whole):
+    recipe, undisturbed = whole
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node", "2", "--max-restarts", "2", "--standalone")
+    run = Run(recipe, tmp_path / "run", command=(sys.executable, *torchrun, "-m", "xgram_dist", "train"))
+    wait_until(run, lambda: bool(steps_saved(run.folder)))
+    run.send(signal.SIGKILL, run.pids()[1])
+    assert run.end(120) == 0, run.said()
+    assert "going on after step " in run.said()
+    assert_same_end(run.folder, undisturbed)
+    assert_same_losses(run.folder, undisturbed)

@@ -1,0 +1,272 @@
+"""Saving and loading beside plain files on the same disk, and the memory that loading takes.
+
+speed   Tables with AdamW and a small backbone on some ranks. Each round writes and reads one plain file of as many
+        bytes (one process, large blocks, flushed at the end; read with nothing of it in the system's memory), saves
+        synchronously, saves asynchronously, and loads. Ratios are of one round; the result is their median.
+memory  The most a rank held while loading beyond what it held before, beside its own share of the state.
+reshard One table of 1 GiB, saved on 4 ranks and loaded on 2, saved on 2 and loaded on 4; every row is compared with the
+        function of its number that it was made by.
+"""
+
+import os
+import statistics
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from xgram_dist.bench.ranks import run_on_ranks
+from xgram_dist.checkpoint.boxes import Spread, State
+from xgram_dist.checkpoint.folder import FOLDER, name_of
+from xgram_dist.checkpoint.load import load_checkpoint
+from xgram_dist.checkpoint.save import Saved, Saver
+from xgram_dist.checkpoint.state import backbone_state, table_state
+from xgram_dist.config import Config, build_config
+from xgram_dist.config.schema import CheckpointConfig
+from xgram_dist.engine import build_engine
+from xgram_dist.engine.protocol import Piece
+from xgram_dist.memory.initial import initial_rows
+from xgram_dist.memory.tables import Tables
+from xgram_dist.optim.tables import TableOptimizer
+from xgram_dist.parallel.device import peak_memory
+from xgram_dist.parallel.mesh import single_mesh
+from xgram_dist.parallel.ranks import Ranks
+from xgram_dist.progress import Progress
+from xgram_dist.train.build import build_model
+
+BLOCK_BYTES = 8 << 20
+CPU = torch.device("cpu")
+
+
+def workload(vocabulary: int, layers: int, width: int, optimizer: str) -> Config:
+    """Tables of one view at site v, as wide as the model."""
+    model = {"vocabulary": vocabulary, "layers": layers, "width": width, "ffn_width": width, "heads": 1, "kv_heads": 1}
+    model["sequence_length"] = 512
+    memory = {"method": "xgram", "compression": 1.0, "sites": {"v": {"views": 1}}, "optimizer": optimizer}
+    return build_config(
+        {"name": "bench-checkpoint", "model": model, "memory": memory, "parallel": {"engine": "replicated"}}
+    )
+
+
+SPEED = workload(65_536, 24, 64, "dense")
+RESHARD = workload(1 << 20, 1, 256, "adagrad")
+
+
+class NoBackbone:
+    """As much of an engine as a checkpoint asks for, where the tables alone are of interest."""
+
+    step_count = 0
+
+    def pieces(self) -> list[Piece]:
+        return []
+
+    def loaded(self) -> None:
+        pass
+
+
+class Bench:
+    """The state of a rank, saved and loaded as training does it."""
+
+    def __init__(self, ranks: Ranks, config: Config, folder: Path, backbone: bool):
+        self.ranks, self.mesh, self.folder = ranks, single_mesh(ranks), folder
+        self.tables = Tables(config, None, CPU, self.mesh)
+        self.optimizer = TableOptimizer(config, self.tables.store, config.memory.optimizer)
+        self.engine: Any = NoBackbone()
+        if backbone:
+            self.engine = build_engine(config, build_model(config, CPU, 0, self.mesh.tensor), self.mesh, CPU)
+        self.saver = Saver(folder, CheckpointConfig(keep=1), ranks)
+
+    def state(self) -> State:
+        rows, whole = table_state(self.optimizer, self.mesh)
+        rng = {f"rng.rank-{self.ranks.rank}": Spread.whole(torch.get_rng_state())}
+        return backbone_state(self.engine, self.mesh) | rows | whole | rng
+
+    def share(self) -> int:
+        """Bytes of the state that this rank holds."""
+        return sum(box.tensor.nbytes for spread in self.state().values() for box in spread.boxes)
+
+    def save(self, step: int, *, wait: bool) -> Saved:
+        facts = {
+            "step": step,
+            "updates": 0,
+            "ranks": self.ranks.size,
+            "data_ranks": self.ranks.size,
+            "placement": "token",
+            "table_optimizer": self.optimizer.kind,
+            "routing": None,
+        }
+        found = self.saver.save(self.state(), facts, [], wait=wait) or self.saver.outcome(wait=True)
+        if found[-1].error is not None:
+            raise RuntimeError(str(found[-1]))
+        return found[-1]
+
+    def load(self, step: int) -> float:
+        """Seconds, of the slowest rank."""
+        self.barrier()
+        start = time.perf_counter()
+        load_checkpoint(self.folder / FOLDER / name_of(step), self.engine, self.optimizer, None, self.mesh)
+        self.barrier()
+        return time.perf_counter() - start
+
+    def barrier(self) -> None:
+        if self.ranks.size > 1:
+            dist.barrier(self.ranks.group)
+
+    def close(self) -> None:
+        self.saver.close()
+        self.tables.close()
+
+
+def _forget(paths: list[Path]) -> None:
+    """Let the system drop what it remembers of files, so that reading them reads the disk."""
+    for path in paths:
+        with path.open("rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def _plain_write(path: Path, size: int) -> float:
+    block = memoryview(os.urandom(BLOCK_BYTES))
+    start = time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        for position in range(0, size, BLOCK_BYTES):
+            file.write(block[: min(BLOCK_BYTES, size - position)])
+        os.fsync(file.fileno())
+    return time.perf_counter() - start
+
+
+def _plain_read(path: Path) -> float:
+    block = bytearray(BLOCK_BYTES)
+    start = time.perf_counter()
+    with path.open("rb", buffering=0) as file:
+        while file.readinto(block):
+            pass
+    return time.perf_counter() - start
+
+
+def measure_speed(ranks: Ranks, path: str, rounds: int) -> dict[str, Any]:
+    folder, plain = Path(path), Path(path) / "plain"
+    bench = Bench(ranks, SPEED, folder, backbone=True)
+    found: list[dict[str, float]] = []
+    bench.save(1, wait=True)
+    first = bench.save(2, wait=False)
+    size = int(ranks.sum_integers(first.bytes, 0, CPU)[0])
+    with Progress(rounds, "rounds", "speed") if ranks.first else _Silent() as progress:
+        for number in range(rounds):
+            one = {}
+            bench.barrier()
+            if ranks.first:
+                one["plain_write"] = _plain_write(plain, size)
+                _forget([plain])
+                one["plain_read"] = _plain_read(plain)
+                plain.unlink()
+            bench.barrier()
+            one["save"] = bench.save(3 + 2 * number, wait=True).seconds
+            later = bench.save(4 + 2 * number, wait=False)
+            one["blocked"], one["in_background"] = later.blocked, later.seconds
+            if ranks.first:
+                _forget(list((folder / FOLDER / name_of(4 + 2 * number)).iterdir()))
+            one["load"] = bench.load(4 + 2 * number)
+            found.append(one)
+            progress.update(1)
+    bench.close()
+    return {"bytes": size, "rounds": found}
+
+
+class _Silent:
+    def __enter__(self) -> "_Silent":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def update(self, amount: float) -> None:
+        pass
+
+
+def save_once(ranks: Ranks, path: str, config: str) -> int:
+    bench = Bench(ranks, _named(config), Path(path), backbone=config == "speed")
+    bench.save(1, wait=True)
+    bench.close()
+    return bench.share()
+
+
+def measure_load(ranks: Ranks, path: str, config: str) -> dict[str, int]:
+    """Memory of a load into what has been built, by a process that has saved nothing."""
+    bench = Bench(ranks, _named(config), Path(path), backbone=config == "speed")
+    for state in bench.tables.store.states:
+        state.rows.zero_()
+    before = _start_peak()
+    bench.load(1)
+    extra = peak_memory(CPU) - before
+    wrong = 0
+    for state in bench.tables.store.states:
+        for table in state.slab.tables:
+            for start in range(0, len(state.owned), 1 << 14):
+                rows = state.owned[start : start + (1 << 14)]
+                made = initial_rows(rows, table.width, 0.02, 0, table.name, 0)
+                held = state.rows[start : start + (1 << 14), state.slab.columns()[table.name]]
+                wrong += int((made != held).any(dim=1).sum())
+    bench.close()
+    return {"extra": extra, "share": bench.share(), "wrong_rows": wrong}
+
+
+def _named(config: str) -> Config:
+    return SPEED if config == "speed" else RESHARD
+
+
+def _start_peak() -> int:
+    """Bytes held now; the most ever held is counted anew from here."""
+    Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
+    return peak_memory(CPU)
+
+
+def _memory(path: Path, config: str, saving: int, loading: int) -> dict[str, Any]:
+    run_on_ranks(save_once, saving, str(path), config)
+    found = run_on_ranks(measure_load, loading, str(path), config)
+    for file in (path / FOLDER / name_of(1)).iterdir():
+        file.unlink()
+    (path / FOLDER / name_of(1)).rmdir()
+    worst = max(found, key=lambda one: one["extra"])
+    return {
+        "extra_mb": round(worst["extra"] / 1e6, 1),
+        "own_share_mb": round(worst["share"] / 1e6, 1),
+        "limit_mb": round((1.2 * worst["share"] + (256 << 20)) / 1e6, 1),
+        "wrong_rows": sum(one["wrong_rows"] for one in found),
+    }
+
+
+def run_checkpoint_benchmark(ranks: int, rounds: int, folder: Path | None) -> dict[str, Any]:
+    """`folder`: on the disk to be measured; the current one by default."""
+    with tempfile.TemporaryDirectory(prefix=".xgram-bench-", dir=folder or Path.cwd()) as name:
+        path = Path(name)
+        speed = run_on_ranks(measure_speed, ranks, name, rounds)[0]
+        figures = _speed_figures(speed["bytes"], speed["rounds"])
+        figures["ranks"] = ranks
+        figures["load_memory"] = _memory(path, "speed", ranks, ranks)
+        table = RESHARD.model.vocabulary * RESHARD.model.width * 4
+        figures["table_mb"] = round(table / 1e6, 1)
+        figures["reshard_4_to_2"] = _memory(path, "reshard", 4, 2)
+        figures["reshard_2_to_4"] = _memory(path, "reshard", 2, 4)
+    return figures
+
+
+def _speed_figures(size: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
+    def ratio(over: str, under: str) -> tuple[float, list[float]]:
+        values = sorted(one[over] / one[under] for one in rounds)
+        return round(statistics.median(values), 4), [round(values[0], 4), round(values[-1], 4)]
+
+    figures: dict[str, Any] = {"bytes": size, "rounds": len(rounds)}
+    for name in ("plain_write", "save", "plain_read", "load"):
+        figures[f"{name}_mb_s"] = round(size / 1e6 / statistics.median(one[name] for one in rounds), 1)
+    for name in ("save", "blocked", "in_background"):
+        figures[f"{name}_ms"] = round(1000 * statistics.median(one[name] for one in rounds), 1)
+    for name, pair in {
+        "save_over_plain_write": ("plain_write", "save"),
+        "load_over_plain_read": ("plain_read", "load"),
+        "blocked_over_save": ("blocked", "save"),
+    }.items():
+        figures[name], figures[f"{name}_range"] = ratio(*pair)
+    return figures

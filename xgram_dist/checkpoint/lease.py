@@ -1,0 +1,245 @@
+"""The lease of a run folder: one run at a time writes to it.
+
+    RUN/lease/00000007.json     who holds it: token, host, process, job
+
+The time of the file is the holder's last sign of life, and the file with the highest number is the lease. It is taken
+by creating the next number, which only one can do (O_EXCL, also on NFS), and only where the holder before is gone:
+released; dead on this machine; an earlier incarnation of the same job, which its scheduler has ended; or silent for
+longer than STALE_SECONDS. What a holder does to its file it does through its open descriptor, so that one that was
+taken over and does not know it yet changes nothing.
+
+A holder that was stopped, or cut off from the file system, and comes back, finds its number gone, says so and ends at
+once. It cannot finish a checkpoint either: who takes the lease clears away what was being written (`folder.py`), so
+that renaming it fails, whatever was checked before.
+"""
+
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import NoReturn
+
+from xgram_dist.errors import UserError
+from xgram_dist.progress import duration
+
+FOLDER = "lease"
+BEAT_SECONDS = 5.0
+STALE_SECONDS = 120.0
+
+
+@dataclass(frozen=True)
+class Holder:
+    token: str
+    host: str
+    machine: str
+    """Where process ids mean the same: this boot of this machine, this container."""
+    pid: int
+    started: str
+    """Of the process, in the system's ticks: ids of processes are used again."""
+    job: str
+    """What a scheduler calls it; empty: none."""
+    incarnation: list[int]
+    """How often the scheduler has restarted it."""
+    since: str
+
+    def __str__(self) -> str:
+        job = f", {self.job}" if self.job else ""
+        return f"process {self.pid} on {self.host}{job}, since {self.since}"
+
+
+def this_process() -> Holder:
+    job, incarnation = _job(dict(os.environ))
+    return Holder(
+        token=secrets.token_hex(8),
+        host=socket.gethostname(),
+        machine=_machine(),
+        pid=os.getpid(),
+        started=_started(os.getpid()) or "",
+        job=job,
+        incarnation=incarnation,
+        since=datetime.now(UTC).isoformat(sep=" ", timespec="seconds"),
+    )
+
+
+def _job(environment: dict[str, str]) -> tuple[str, list[int]]:
+    """Slurm's job, torchrun's run, or one within the other; and their counts of restarts."""
+    names, counts = [], []
+    if slurm := environment.get("SLURM_JOB_ID"):
+        names.append(f"Slurm job {slurm}")
+        counts.append(int(environment.get("SLURM_RESTART_COUNT") or 0))
+    run = environment.get("TORCHELASTIC_RUN_ID", "none")
+    if run != "none":  # what torchrun calls a run that was given no name
+        names.append(f"torchrun {run}")
+        counts.append(int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0))
+    return ", ".join(names), counts
+
+
+def _machine() -> str:
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return socket.gethostname()
+
+
+def _started(pid: int) -> str | None:
+    """When a process started; None when it is gone, or dead and only not yet buried."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]
+
+
+class Lease:
+    """Held by this process until `release`."""
+
+    def __init__(self, run: Path, number: int, holder: Holder, descriptor: int):
+        self.run, self.number, self.holder = run, number, holder
+        self._descriptor = descriptor
+        self._ended = threading.Event()
+        self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
+        self._beats.start()
+
+    @property
+    def token(self) -> str:
+        return self.holder.token
+
+    def check(self) -> None:
+        """End this process at once where the lease is no longer its own."""
+        try:
+            last = max(_numbers(self.run), default=0)
+            mine, newest = _read(_path(self.run, self.number)), _read(_path(self.run, last))
+        except OSError:
+            return  # the file system does not answer; what is to be written next will fail by itself
+        if last != self.number or mine is None or mine.token != self.token:
+            self._end(newest)
+
+    def release(self) -> None:
+        """The next run need not wait. The file stays, as a record of who was last: its number is not used again."""
+        self._ended.set()
+        self._beats.join()
+        with suppress(OSError):  # where it fails the lease goes stale
+            os.utime(self._descriptor, (0, 0))
+        os.close(self._descriptor)
+
+    def _beat(self) -> None:
+        while not self._ended.wait(BEAT_SECONDS):
+            self.check()
+            try:
+                os.utime(self._descriptor)
+            except OSError:
+                continue  # no sign of life is what others see, too
+
+    def _end(self, taker: Holder | None) -> NoReturn:
+        what = "its lease was removed" if taker is None else f"it was taken over by {taker}"
+        print(
+            f"xgram-dist train: the run folder '{self.run}' is no longer held by this run: {what}; this run ends here "
+            f"and writes nothing more",
+            file=sys.stderr,
+            flush=True,
+        )
+        os._exit(1)
+
+
+@contextmanager
+def hold(run: Path) -> Iterator[Lease]:
+    """The lease of a run folder, or one sentence about who has it."""
+    lease = take(run)
+    try:
+        yield lease
+    finally:
+        lease.release()
+
+
+def take(run: Path) -> Lease:
+    me = this_process()
+    try:
+        (run / FOLDER).mkdir(parents=True, exist_ok=True)
+        while True:
+            numbers = _numbers(run)
+            last = numbers[-1] if numbers else 0
+            if numbers:
+                _refuse_while_held(run, last, me)
+            try:
+                descriptor = os.open(_path(run, last + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+            except FileExistsError:
+                continue  # another was quicker: look again
+            os.write(descriptor, json.dumps(asdict(me), indent=2).encode())
+            os.fsync(descriptor)
+            if _numbers(run)[-1] != last + 1:  # others took it, and over again, since we looked
+                os.close(descriptor)
+                _path(run, last + 1).unlink()
+                continue
+            for old in numbers:
+                _path(run, old).unlink(missing_ok=True)
+            return Lease(run, last + 1, me, descriptor)
+    except OSError as error:
+        raise UserError(
+            f"cannot write the run folder '{run}': {error.strerror}; choose another with --folder"
+        ) from error
+
+
+def check_free(run: Path) -> None:
+    """Refuse a run folder that is held, without taking it."""
+    numbers = _numbers(run) if (run / FOLDER).is_dir() else []
+    if numbers:
+        _refuse_while_held(run, numbers[-1], this_process())
+
+
+def _refuse_while_held(run: Path, number: int, me: Holder) -> None:
+    path = _path(run, number)
+    try:
+        holder, silent = _read(path), _now(run / FOLDER, me) - path.stat().st_mtime
+    except FileNotFoundError:
+        return  # taken over this very moment; creating the next number will tell
+    if silent > STALE_SECONDS or (holder is not None and _is_over(holder, me)):
+        return
+    raise UserError(
+        f"the run folder '{run}' is held by {holder or 'a run that is just starting'} (last sign of life "
+        f"{duration(max(0.0, silent))} ago); wait for that run to end, stop it, or choose another folder with --folder "
+        f"(a run that is dead on another machine is taken over after {duration(STALE_SECONDS)})"
+    )
+
+
+def _is_over(holder: Holder, me: Holder) -> bool:
+    """Dead on this machine, or an earlier incarnation of this job."""
+    if holder.machine == me.machine and holder.started and _started(holder.pid) != holder.started:
+        return True
+    return bool(holder.job) and holder.job == me.job and me.incarnation > holder.incarnation
+
+
+def _now(folder: Path, me: Holder) -> float:
+    """The time of the file system's clock, which need not be this machine's."""
+    probe = folder / f".{me.token}"
+    try:
+        probe.write_bytes(b"")
+        found = probe.stat().st_mtime
+        probe.unlink()
+    except OSError:
+        return time.time()  # a folder that cannot be written to is refused elsewhere
+    return found
+
+
+def _path(run: Path, number: int) -> Path:
+    return run / FOLDER / f"{number:08d}.json"
+
+
+def _numbers(run: Path) -> list[int]:
+    return sorted(int(path.stem) for path in (run / FOLDER).glob("*.json") if path.stem.isdigit())
+
+
+def _read(path: Path) -> Holder | None:
+    """None: gone, or just being written."""
+    try:
+        return Holder(**json.loads(path.read_text(encoding="utf-8")))
+    except (FileNotFoundError, ValueError, TypeError):
+        return None
