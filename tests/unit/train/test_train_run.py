@@ -135,7 +135,10 @@ def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> No
             "bytes_received",
             "bytes_bound",
             "imbalance",
-            *(f"seconds_{phase}" for phase in ("data", "plan", "fetch", "wait", "compute", "return", "update", "agree")),
+            *(
+                f"seconds_{phase}"
+                for phase in ("data", "plan", "fetch", "wait", "compute", "return", "update", "agree")
+            ),
         },
         "memory": {"rank", *(f"bytes_{part}" for part in MEMORY_PARTS)},
         "validation": {"loss", "perplexity"},

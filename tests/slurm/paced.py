@@ -1,0 +1,32 @@
+"""Stands for `python` in the jobs of these tests: training takes its time, and fails where it is told to.
+
+TEST_PACE       seconds added to every step, so that a test can strike in the middle of a run
+TEST_CRASH      RANK:STEP: that rank fails at that step, in every start
+"""
+
+import os
+import runpy
+import sys
+import time
+
+
+def pace() -> None:
+    from xgram_dist.train import loop
+
+    original, seconds = loop.train_step, float(os.environ.get("TEST_PACE", "0"))
+    rank, _, at = os.environ.get("TEST_CRASH", "").partition(":")
+
+    def step(*arguments):
+        time.sleep(seconds)
+        if at and int(rank) == int(os.environ["RANK"]) and int(at) == arguments[-1]:
+            raise RuntimeError("a fault of this test")
+        return original(*arguments)
+
+    loop.train_step = step
+
+
+assert sys.argv[1] == "-m"
+module, sys.argv = sys.argv[2], sys.argv[2:]
+if sys.argv[:2] == ["xgram_dist", "train"]:
+    pace()
+runpy.run_module(module, run_name="__main__", alter_sys=True)
