@@ -1,10 +1,10 @@
 # make demo   from nothing to a trained X-gram model beside its vanilla twin
-# make test   all tests (lint, types, pytest)
+# make test   all tests (lint, types, pytest, jobs on a Slurm of its own); test-fast leaves the jobs out
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 RUN := $(BIN)/xgram-dist
 
-.PHONY: demo test lint lock peers reference clean
+.PHONY: demo test test-fast slurm lint lock peers reference clean
 
 .venv/installed: requirements.lock pyproject.toml
 	@echo "== environment in .venv (a few minutes, once)"
@@ -27,8 +27,21 @@ demo: .venv/installed
 	@echo "== 5/5 result"
 	$(RUN) report runs/tiny-vanilla runs/tiny-xgram --picture runs/demo.png
 
-test: lint
+test: lint slurm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5
+
+test-fast: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5 --ignore=tests/slurm
+
+# Debian's Slurm for tests/slurm, where packages may be installed; without it those tests are skipped and say why.
+SLURM := slurm-wlm munge iproute2
+slurm:
+	@if ! command -v slurmctld munged >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    export DEBIAN_FRONTEND=noninteractive; \
+	    apt-get install -qq --no-install-recommends $(SLURM) >/dev/null 2>&1 \
+	    || { apt-get update -qq && apt-get install -qq --no-install-recommends $(SLURM) >/dev/null; } \
+	    || echo "== no Slurm could be installed; its tests are skipped"; \
+	fi
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -80,6 +80,8 @@ def missing() -> str:
 class Cluster:
     def __init__(self, folder: Path, nodes: int):
         self.folder, self.nodes = folder, [f"n{number}" for number in range(1, nodes + 1)]
+        self.small = folder / "small"
+        """A disk of a few megabytes, seen by all machines."""
         self._machines: dict[str, subprocess.Popen[bytes]] = {}
 
     def __enter__(self) -> "Cluster":
@@ -93,6 +95,8 @@ class Cluster:
     def __exit__(self, *_: object) -> None:
         for name in list(self._machines):
             self._kill(name)
+        if self.small.is_mount():
+            subprocess.run(["umount", str(self.small)], check=True)
 
     def run(self, *words: str, on: str = "ctl") -> str:
         """A command on a machine; its output."""
@@ -156,6 +160,8 @@ class Cluster:
         key = self.folder / "munge.key"
         key.touch(mode=0o600)
         key.write_bytes(os.urandom(1024))
+        self.small.mkdir()
+        subprocess.run(["mount", "-t", "tmpfs", "-o", "size=16m", "tmpfs", str(self.small)], check=True)
         self._tools()
         self._machine("ctl")
         bridge = "ip link add br0 type bridge forward_delay 0 && ip addr add {0}.1/24 dev br0 && ip link set br0 up"

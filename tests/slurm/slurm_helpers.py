@@ -87,13 +87,37 @@ def wait_for_end(job, run, seconds=LONG):
     return job_state(job)
 
 
+def starts(run):
+    return len(read_attempts(run))
+
+
+def wait_for_start(run, number, seconds=120):
+    """The number-th start of the run has begun."""
+    wait_for(lambda: starts(run) >= number, seconds, lambda: log(run))
+
+
+def reasons(run):
+    return [attempt.why() for attempt in read_attempts(run)]
+
+
 def outcomes(run):
     return [attempt.outcome for attempt in read_attempts(run)]
 
 
-def undisturbed(recipe, run, ranks):
+def undisturbed(recipe, run, ranks, *overrides):
     """The same run without Slurm."""
-    words = [sys.executable, "-m", "xgram_dist", "train", recipe, "--folder", str(run), "--ranks", str(ranks)]
+    words = [
+        sys.executable,
+        "-m",
+        "xgram_dist",
+        "train",
+        recipe,
+        *overrides,
+        "--folder",
+        str(run),
+        "--ranks",
+        str(ranks),
+    ]
     done = subprocess.run(words, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return run

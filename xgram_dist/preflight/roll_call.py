@@ -8,8 +8,7 @@ import json
 import time
 from datetime import timedelta
 
-from torch.distributed import DistNetworkError, DistStoreError
-from torch.distributed.distributed_c10d import TCPStore
+from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
 
 from xgram_dist.errors import UserError
 from xgram_dist.preflight.facts import COMPARED

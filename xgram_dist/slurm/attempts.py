@@ -66,10 +66,13 @@ class Attempts:
         return found[::-1]
 
     def _write(self) -> None:
-        self._path.parent.mkdir(parents=True, exist_ok=True)
         aside = self._path.with_name(f".{FILE}.{os.getpid()}")
-        aside.write_text(json.dumps([asdict(one) for one in self.all], indent=1), encoding="utf-8")
-        aside.replace(self._path)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps([asdict(one) for one in self.all], indent=1), encoding="utf-8")
+            aside.replace(self._path)
+        except OSError as error:  # a full disk: the job decides by what it remembers
+            print(f"slurm: '{self._path}' could not be written: {error.strerror}", flush=True)
 
 
 def read_attempts(run: Path) -> list[Attempt]:

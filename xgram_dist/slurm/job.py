@@ -130,7 +130,7 @@ class Job:
 
     def stop(self, number: int, _: Any) -> None:
         """USR1 or TERM: all ranks are to save and end."""
-        if self.stopping:
+        if self.stopping or self.deciding.locked():
             return
         self.stopping = True
         self.attempts.signalled()

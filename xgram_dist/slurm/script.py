@@ -11,8 +11,8 @@ from pathlib import Path
 from xgram_dist.errors import UserError
 from xgram_dist.slurm.site import Site
 
-SAVE_MARGIN = 30
-"""Seconds that saving may not use of the site's save_seconds, for requeueing."""
+SAVE_SHARE = 0.8
+"""Of the site's save_seconds: after that, the job requeues with or without a checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ def train_script(script: Script) -> str:
     command += [f"--preflight {site.bandwidth:g}"] if script.preflight else []
     job = ['--folder "$RUN"', f"--counts {','.join(map(str, script.counts))}", f"--launcher {site.launcher}"]
     job += [f"--restarts {site.restarts}", f"--restart-wait {site.restart_wait:g}"]
-    job += [f"--save-seconds {max(5, site.save_seconds - SAVE_MARGIN)}"]
+    job += [f"--save-seconds {SAVE_SHARE * site.save_seconds:g}"]
     job += [f"--node-suffix={quote(site.node_suffix)}"] if site.node_suffix else []
     job += [f"--srun={quote(option)}" for option in site.srun]
     return "\n".join(
@@ -81,9 +81,8 @@ def eval_script(script: Script) -> str:
             *_surroundings(site),
             f"RUN={quote(str(run))}",
             'export PYTHONPATH="$RUN/slurm/code"',
-            "CHECKPOINT=$(find \"$RUN/checkpoints\" -maxdepth 1 -name 'step-*' | sort | tail -n 1)",
             "",
-            f'exec {command} "$CHECKPOINT" --tasks paper',
+            f'exec {command} "$RUN" --tasks paper',
             "",
         ]
     )

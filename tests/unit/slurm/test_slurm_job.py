@@ -1,0 +1,172 @@
+"""What the end of the ranks means for the job, without Slurm: its commands are stand-ins."""
+
+import json
+import stat
+
+import pytest
+
+from xgram_dist.errors import UserError
+from xgram_dist.slurm import job as job_module
+from xgram_dist.slurm.attempts import CRASHED, CUT_OFF, STOPPED, Attempts, read_attempts
+from xgram_dist.slurm.environment import rank_environment
+from xgram_dist.slurm.job import Job, parse, torchrun_words, usable_nodes
+
+
+@pytest.fixture
+def slurm(tmp_path, monkeypatch):
+    """`srun`, `scontrol` and `scancel` that write down how they were called; `srun` does as a file says."""
+    bin_folder = tmp_path / "bin"
+    bin_folder.mkdir()
+    texts = {
+        "srun": f'echo "srun $*" >>{tmp_path}/calls; . {tmp_path}/srun.sh',
+        "scontrol": f"""echo "scontrol $*" >>{tmp_path}/calls
+            case $2 in hostnames) echo n1; echo n2;; job) cat {tmp_path}/facts;; esac""",
+        "scancel": f'echo "scancel $*" >>{tmp_path}/calls',
+    }
+    for name, text in texts.items():
+        path = bin_folder / name
+        path.write_text(f"#!/bin/bash\n{text}\n")
+        path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    (tmp_path / "facts").write_text("JobId=7 JobState=RUNNING Reason=None Restarts=0 Command=a b\n")
+    monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
+    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "NTASKS_PER_NODE": "2"}.items():
+        monkeypatch.setenv(f"SLURM_{name}", value)
+    monkeypatch.setattr(job_module.time, "sleep", lambda _: None)
+    monkeypatch.setattr(job_module.signal, "signal", lambda *_: None)
+    return tmp_path
+
+
+def run_job(slurm, srun, *words):
+    (slurm / "srun.sh").write_text(srun)
+    job = Job(parse(["--folder", str(slurm / "run"), *words, "--", "python", "-m", "xgram_dist", "train"]))
+    return job.run()
+
+
+def calls(slurm, name):
+    return [line for line in (slurm / "calls").read_text().splitlines() if line.startswith(name)]
+
+
+def last(slurm):
+    return read_attempts(slurm / "run")[-1]
+
+
+def test_a_complete_training_ends_the_job_with_0(slurm):
+    assert run_job(slurm, "echo $MASTER_ADDR >&2; exit 0") == 0
+    assert last(slurm).outcome == "complete"
+    assert not calls(slurm, "scontrol requeue")
+    started = calls(slurm, "srun")[0]
+    assert "--nodes=2 " in started
+    assert "--ntasks=4 " in started
+    assert started.endswith("python -m xgram_dist train --fresh")  # nothing to go on from
+
+
+def test_ranks_that_stopped_and_saved_are_requeued(slurm):
+    said = "srun: error: n1: task 0: Exited with exit code 130"
+    run_job(slurm, f'echo "{said}" >&2; exit 130')
+    assert calls(slurm, "scontrol requeue") == ["scontrol requeue 7"]
+    assert last(slurm).outcome == STOPPED
+
+
+def test_a_crash_names_the_first_rank_and_its_last_words(slurm):
+    lines = ["ValueError: no", "srun: error: n2: task 3: Exited with exit code 1", "srun: error: n1: task 0: Killed"]
+    run_job(slurm, "".join(f'echo "{line}" >&2\n' for line in lines) + "exit 137")
+    assert calls(slurm, "scontrol requeue") == ["scontrol requeue 7"]
+    assert last(slurm).outcome == CRASHED
+    assert last(slurm).reason == "rank 3 on n2 ended with exit code 1 (ValueError: no); requeued"
+
+
+def test_a_refusal_is_not_tried_again(slurm):
+    lines = [
+        "xgram-dist train: no",
+        "srun: error: n2: task 3: Exited with exit code 2",
+        "srun: error: n1: task 0: Killed",
+    ]
+    assert run_job(slurm, "".join(f'echo "{line}" >&2\n' for line in lines) + "exit 137") == 2
+    assert not calls(slurm, "scontrol requeue")
+    assert "xgram-dist train: no" in last(slurm).reason
+
+
+@pytest.mark.parametrize("how", ["file", "slurm"])
+def test_a_cancelled_job_is_not_requeued(slurm, how):
+    if how == "slurm":
+        (slurm / "facts").write_text("JobId=7 JobState=CANCELLED Reason=None Restarts=0\n")
+    cancel = f"touch {slurm}/run/slurm/cancelled" if how == "file" else ":"
+    assert run_job(slurm, f"{cancel}; exit 130") == 130
+    assert not calls(slurm, "scontrol requeue")
+
+
+def test_a_start_that_slurm_has_replaced_does_not_requeue_its_successor(slurm):
+    (slurm / "facts").write_text("JobId=7 JobState=RUNNING Reason=None Restarts=1\n")
+    assert run_job(slurm, "exit 1") == 1
+    assert not calls(slurm, "scontrol requeue")
+
+
+def test_a_crash_loop_ends_after_the_cap_and_progress_begins_the_count_anew(slurm):
+    attempts = Attempts(slurm / "run")
+    for step in (0, 0, 3):  # two without progress, then a checkpoint of step 3, then one more
+        attempts.begin("7", 0, ["n1"], step)
+        attempts.end(CRASHED, "first")
+    (slurm / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    run_job(slurm, "exit 1", "--restarts", "2")
+    assert len(calls(slurm, "scontrol requeue")) == 1
+    assert run_job(slurm, "exit 9", "--restarts", "2") == 1
+    assert len(calls(slurm, "scontrol requeue")) == 1
+    assert "3 starts in a row left no new checkpoint, the last: srun ended with exit code 9" in last(slurm).reason
+
+
+def test_starts_that_were_cut_off_count_too_but_stops_and_other_jobs_do_not(slurm):
+    attempts = Attempts(slurm / "run")
+    attempts.begin("6", 0, ["n1"], 0)
+    for outcome in (None, STOPPED, None):
+        attempts.begin("7", 0, ["n1"], 0)
+        if outcome:
+            attempts.end(outcome, "")
+    assert len(attempts.without_progress("7", 0)) == 2
+    assert run_job(slurm, "exit 0", "--restarts", "1") == 1
+    assert CUT_OFF in last(slurm).reason
+    assert not calls(slurm, "srun")
+
+
+def test_a_job_that_slurm_will_not_requeue_says_so(slurm):
+    (slurm / "bin" / "scontrol").write_text(
+        f"""#!/bin/bash
+        case $1$2 in showhostnames) echo n1;; showjob) cat {slurm}/facts;; *) echo denied >&2; exit 1;; esac"""
+    )
+    assert run_job(slurm, "exit 130") == 1
+    assert "could not be requeued: scontrol: denied; submit again to go on" in last(slurm).reason
+
+
+def test_a_damaged_count_is_no_obstacle(slurm):
+    (slurm / "run" / "slurm").mkdir(parents=True)
+    (slurm / "run" / "slurm" / "attempts.json").write_text('[{"job": 1')
+    assert run_job(slurm, "exit 0") == 0
+    assert len(json.loads((slurm / "run" / "slurm" / "attempts.json").read_text())) == 1
+
+
+def test_of_more_nodes_than_the_batch_divides_over_the_most_usable_are_taken():
+    assert usable_nodes(3, [1, 2, 4]) == 2
+    assert usable_nodes(3, []) == 3
+    with pytest.raises(UserError, match="gave 1 node"):
+        usable_nodes(1, [2, 4])
+
+
+def test_torchrun_stands_between_the_interpreter_and_the_command():
+    words = torchrun_words(["wrap", "python", "-m", "xgram_dist", "train"], 2, 8, "n1:12014", "7")
+    assert words[:4] == ["wrap", "python", "-m", "torch.distributed.run"]
+    assert words[-3:] == ["-m", "xgram_dist", "train"]
+    assert words[words.index("--rdzv-endpoint") + 1] == "n1:12014"
+
+
+def test_ranks_meet_where_slurm_says(slurm):
+    step = {"SLURM_STEP_NUM_TASKS": "4", "SLURM_PROCID": "3", "SLURM_LOCALID": "1", "SLURM_JOB_ID": "10007"}
+    found = rank_environment({**step, "SLURM_STEP_NODELIST": "n[1-2]"})
+    assert (found["RANK"], found["WORLD_SIZE"], found["LOCAL_RANK"]) == ("3", "4", "1")
+    assert (found["MASTER_ADDR"], found["MASTER_PORT"]) == ("n1", "12014")
+    assert rank_environment({**step, "MASTER_ADDR": "x", "MASTER_PORT": "1"}).keys() == {
+        "RANK",
+        "WORLD_SIZE",
+        "LOCAL_RANK",
+    }
+    assert rank_environment({**step, "RANK": "0"}) == {}  # torchrun within srun
+    assert rank_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}  # a batch script, no step
+    assert rank_environment({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
