@@ -1,6 +1,7 @@
 """Stands for `python` in the jobs of these tests: training takes its time, and fails where it is told to.
 
-TEST_PACE       seconds added to every step, so that a test can strike in the middle of a run
+TEST_PACE       seconds added to every step, so that a test can strike in the middle of a run;
+                FIRST,LATER: of the job's first start and of later ones
 TEST_CRASH      RANK:STEP: that rank fails at that step, in every start
 
 `eval` only says what it was called with.
@@ -15,7 +16,8 @@ import time
 def pace() -> None:
     from xgram_dist.train import loop
 
-    original, seconds = loop.train_step, float(os.environ.get("TEST_PACE", "0"))
+    paces = os.environ.get("TEST_PACE", "0").split(",")
+    original, seconds = loop.train_step, float(paces[-1 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0])
     rank, _, at = os.environ.get("TEST_CRASH", "").partition(":")
 
     def step(*arguments):

@@ -116,6 +116,28 @@ def test_a_run_goes_on_with_fewer_nodes_where_a_node_stays_down(cluster, data, t
     assert_same_weights(run, expected, tolerance=1e-5)
 
 
+def test_a_start_that_lives_on_beyond_the_network_writes_nothing_once_another_has_begun(
+    cluster, data, tmp_path, expected
+):
+    run, site = tmp_path / "run", write_site(tmp_path, pace="4,0.1", ranks_per_node=2, **on("n5", "n6"))
+    job = submit(write_recipe(tmp_path, data), site, run, "--nodes", "1")
+    wait_for_step(run, 3)
+    old = read_attempts(run)[0].nodes[0]
+    cluster.unplug(old)
+    try:
+        wait_for_start(run, 2)
+        assert cluster.processes(old, "xgram_dist train")  # alive, and able to write to the run folder
+        wait_for(lambda: not cluster.processes(old, "xgram_dist train"), 60, lambda: log(run))
+        assert "is no longer held by this run: it was taken over by" in log(run)
+        assert wait_for_end(job, run) == "COMPLETED", log(run)
+    finally:
+        cluster.plug(old)
+    assert read_attempts(run)[-1].nodes != [old]
+    assert_same_weights(run, expected)
+    wait_for(lambda: not cluster.processes(old, "xgram_dist.slurm.job"), 120)  # nor does it requeue its successor
+    assert starts(run) == 2
+
+
 def test_a_crash_loop_stops_with_its_reason(cluster, data, tmp_path):
     run, site = tmp_path / "run", write_site(tmp_path, pace=0, crash="1:5", restarts=1, **on("n1", "n2"))
     job = submit(write_recipe(tmp_path, data), site, run, "--nodes", "2", "--no-preflight", "--then", "eval")

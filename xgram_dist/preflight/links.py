@@ -1,8 +1,7 @@
 """What the links between ranks carry, in GB/s, against the plan; and which node is slow.
 
-All ranks: an all-to-all and an all-reduce, as bytes that leave a rank over seconds. Then one rank of each node sends to
-one of other nodes, in rounds in which every node sends to one and receives from one: a node whose best link is far
-below the others' is named.
+All ranks: an all-to-all and an all-reduce, as bytes that leave a rank over seconds. Then one rank of each node swaps
+with one of another node, in rounds with other partners: a node whose best link is far below the others' is named.
 """
 
 import math
@@ -10,6 +9,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -79,21 +79,37 @@ def measure_links(ranks: Ranks, nodes: list[str], device: torch.device) -> Links
 def _between_nodes(ranks: Ranks, nodes: list[str], sent: torch.Tensor, received: torch.Tensor) -> dict[str, float]:
     speakers = {node: nodes.index(node) for node in dict.fromkeys(nodes)}
     order = list(speakers)
+    speaks = speakers[nodes[ranks.rank]] == ranks.rank
     best = 0.0
-    for shift in range(1, min(len(order), 1 + ROUNDS)):
-        if speakers[nodes[ranks.rank]] == ranks.rank:
-            place = order.index(nodes[ranks.rank])
-            to, from_ = speakers[order[(place + shift) % len(order)]], speakers[order[(place - shift) % len(order)]]
-
-            def swap(to: int = to, from_: int = from_) -> None:
-                waits = [dist.P2POp(dist.isend, sent, to), dist.P2POp(dist.irecv, received, from_)]
-                for one in dist.batch_isend_irecv(waits):
-                    one.wait()
-
+    for pairs in pairings(len(order), ROUNDS):
+        partner = pairs.get(order.index(nodes[ranks.rank]))
+        if speaks and partner is not None:
+            swap = partial(_swap, sent, received, speakers[order[partner]])
             best = max(best, sent.numel() * 4 / _best(swap, sent.device) / 1e9)
         dist.barrier(group=ranks.host.group)  # the next round begins for all at once
     found = ranks.gather_objects(best)
     return {node: found[rank] for node, rank in speakers.items()} if len(order) > 1 else {}
+
+
+def pairings(count: int, rounds: int) -> list[dict[int, int]]:
+    """Who meets whom: in each round everyone meets one other (of an odd number, one rests), never the same twice."""
+    seats: list[int | None] = [*range(count), *([None] if count % 2 else [])]
+    found = []
+    for _ in range(min(rounds, len(seats) - 1)):
+        pairs: dict[int, int] = {}
+        for one, other in zip(seats[: len(seats) // 2], reversed(seats), strict=False):
+            if one is not None and other is not None:
+                pairs |= {one: other, other: one}
+        found.append(pairs)
+        seats = [seats[0], seats[-1], *seats[1:-1]]
+    return found
+
+
+def _swap(sent: torch.Tensor, received: torch.Tensor, partner: int) -> None:
+    for one in dist.batch_isend_irecv(
+        [dist.P2POp(dist.isend, sent, partner), dist.P2POp(dist.irecv, received, partner)]
+    ):
+        one.wait()
 
 
 def _best(work: Callable[[], object], device: torch.device) -> float:

@@ -5,7 +5,6 @@ lost, or Slurm ended it. Standard library alone.
 """
 
 import json
-import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -37,42 +36,47 @@ class Attempt:
 
 
 class Attempts:
-    def __init__(self, run: Path):
-        self._path = run / "slurm" / FILE
-        self.all = read_attempts(run)
+    """Of one job. Each change is made to what the file says now: an older start of the job may still be at its end."""
 
-    def begin(self, job: str, restart: int, nodes: list[str], step: int) -> Attempt:
-        self.all.append(Attempt(job, restart, nodes, step, time.time()))
-        self._write()
-        return self.all[-1]
+    def __init__(self, run: Path, job: str):
+        self._run, self._job = run, job
+        self._mine: Attempt | None = None
 
-    def end(self, outcome: str, reason: str) -> None:
-        last = self.all[-1]
-        last.ended, last.outcome, last.reason = time.time(), outcome, reason
-        self._write()
+    def begin(self, restart: int, nodes: list[str], step: int) -> None:
+        self._mine = Attempt(self._job, restart, nodes, step, time.time())
+        self._write(self._mine)
 
     def signalled(self) -> None:
-        self.all[-1].signalled = time.time()
-        self._write()
+        assert self._mine is not None
+        self._mine.signalled = time.time()
+        self._write(self._mine)
 
-    def without_progress(self, job: str, step: int) -> list[Attempt]:
-        """This job's last starts in a row that crashed or were cut off and left no newer checkpoint than `step`."""
+    def end(self, outcome: str, reason: str) -> None:
+        assert self._mine is not None
+        self._mine.ended, self._mine.outcome, self._mine.reason = time.time(), outcome, reason
+        self._write(self._mine)
+
+    def without_progress(self, step: int) -> list[Attempt]:
+        """The last starts in a row that crashed or were cut off and left no newer checkpoint than `step`."""
         found: list[Attempt] = []
-        for attempt in reversed(self.all):
-            if attempt.job != job or attempt.step < step:
+        for attempt in reversed(read_attempts(self._run)):
+            if attempt.job != self._job or attempt.step < step:
                 break
             if attempt.outcome in (None, CRASHED):
                 found.append(attempt)
         return found[::-1]
 
-    def _write(self) -> None:
-        aside = self._path.with_name(f".{FILE}.{os.getpid()}")
+    def _write(self, mine: Attempt) -> None:
+        path = self._run / "slurm" / FILE
+        others = [one for one in read_attempts(self._run) if (one.job, one.restart) != (mine.job, mine.restart)]
+        attempts = sorted([*others, mine], key=lambda one: one.started)
+        aside = path.with_name(f".{FILE}.{mine.restart}")
         try:
-            self._path.parent.mkdir(parents=True, exist_ok=True)
-            aside.write_text(json.dumps([asdict(one) for one in self.all], indent=1), encoding="utf-8")
-            aside.replace(self._path)
-        except OSError as error:  # a full disk: the job decides by what it remembers
-            print(f"slurm: '{self._path}' could not be written: {error.strerror}", flush=True)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            aside.write_text(json.dumps([asdict(one) for one in attempts], indent=1), encoding="utf-8")
+            aside.replace(path)
+        except OSError as error:  # a full disk does not keep the job from its end
+            print(f"slurm: '{path}' could not be written: {error.strerror}", flush=True)
 
 
 def read_attempts(run: Path) -> list[Attempt]:

@@ -45,8 +45,10 @@ def job_facts(job: str) -> dict[str, str] | None:
         if "Invalid job id" in str(error):
             return None
         raise
-    # KEY=VALUE words; a value may hold spaces, a key follows a space and starts with a capital letter
-    return dict(re.findall(r"(?:^| )([A-Z][A-Za-z/:]*)=(.*?)(?= [A-Z][A-Za-z/:]*=|\s*$)", text.splitlines()[0]))
+    # KEY=VALUE words; a value may hold spaces, so a key is what follows one and starts with a capital letter. Of a key
+    # that seems to stand twice the first is meant: state and count come before the paths, which people name.
+    pairs = re.findall(r"(?:^| )([A-Z][\w/:]*)=(.*?)(?= [A-Z][\w/:]*=|\s*$)", text.splitlines()[0])
+    return dict(reversed(pairs))
 
 
 def job_state(job: str) -> str | None:

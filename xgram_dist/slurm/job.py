@@ -61,7 +61,7 @@ class Job:
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, Path(args.folder)
         self.id, self.restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
-        self.attempts = Attempts(self.folder)
+        self.attempts = Attempts(self.folder, self.id)
         self.process: subprocess.Popen[str] | None = None
         self.stopping = False
         self.failure: Failure | None = None
@@ -72,10 +72,10 @@ class Job:
         nodes = hostnames(os.environ["SLURM_JOB_NODELIST"])
         nodes = nodes[: usable_nodes(len(nodes), self.args.counts)]
         step = newest_step(self.folder)
-        self.attempts.begin(self.id, self.restart, nodes, step)
+        self.attempts.begin(self.restart, nodes, step)
         if (self.folder / "slurm" / CANCELLED).exists():
             return self.end(STOPPED, "it was cancelled", 130)
-        lost = self.attempts.without_progress(self.id, step)[:-1]
+        lost = self.attempts.without_progress(step)[:-1]
         if len(lost) > self.args.restarts:
             return self.give_up([one.why() for one in lost])
         begun = f"after step {step}" if step else "from the beginning"
@@ -155,7 +155,7 @@ class Job:
         asked = self.stopping or (self.failure is not None and self.failure.how in STOP_WORDS)
         if asked or (self.failure is None and code == 130):
             return self.requeue(STOPPED, "asked to stop")
-        lost = self.attempts.without_progress(self.id, newest_step(self.folder))
+        lost = self.attempts.without_progress(newest_step(self.folder))
         if len(lost) > self.args.restarts:
             return self.give_up([*(one.why() for one in lost[:-1]), why])
         if len(lost) > 1:

@@ -7,7 +7,7 @@ import pytest
 
 from xgram_dist.errors import UserError
 from xgram_dist.preflight.facts import code_hash
-from xgram_dist.preflight.links import Links, slow_nodes
+from xgram_dist.preflight.links import Links, pairings, slow_nodes
 from xgram_dist.preflight.roll_call import MissingRanksError, roll_call
 
 FACTS = {"code": "c", "config": "k", "data": "d", "routing": "r"}
@@ -79,6 +79,18 @@ def test_the_slow_one_of_several_nodes_is_named_and_of_two_none():
     assert slow_nodes({"n1": 40.0, "n2": 41.0, "n3": 5.0, "n4": 39.0}) == ["n3"]
     assert slow_nodes({"n1": 40.0, "n2": 41.0, "n3": 30.0}) == []
     assert slow_nodes({"n1": 40.0, "n2": 5.0}) == []
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 7, 32])
+def test_in_every_round_each_node_meets_another_one(count):
+    rounds = pairings(count, 3)
+    assert len(rounds) == min(3, count - 1 + count % 2)
+    for pairs in rounds:
+        assert all(pairs[other] == one != other for one, other in pairs.items())
+        assert len(pairs) == count - count % 2
+    for one in range(count):
+        met = [pairs[one] for pairs in rounds if one in pairs]
+        assert len(set(met)) == len(met) >= min(2, count - 1)
 
 
 def test_links_below_the_plan_are_said():

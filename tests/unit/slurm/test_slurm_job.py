@@ -8,6 +8,7 @@ import pytest
 from xgram_dist.errors import UserError
 from xgram_dist.slurm import job as job_module
 from xgram_dist.slurm.attempts import CRASHED, CUT_OFF, STOPPED, Attempts, read_attempts
+from xgram_dist.slurm.commands import job_facts
 from xgram_dist.slurm.environment import rank_environment
 from xgram_dist.slurm.job import Job, parse, torchrun_words, usable_nodes
 
@@ -40,6 +41,12 @@ def run_job(slurm, srun, *words):
     (slurm / "srun.sh").write_text(srun)
     job = Job(parse(["--folder", str(slurm / "run"), *words, "--", "python", "-m", "xgram_dist", "train"]))
     return job.run()
+
+
+def start_number(slurm, monkeypatch, restart):
+    """The next start is this one, and Slurm knows it."""
+    monkeypatch.setenv("SLURM_RESTART_COUNT", str(restart))
+    (slurm / "facts").write_text(f"JobId=7 JobState=RUNNING Reason=None Restarts={restart}\n")
 
 
 def calls(slurm, name):
@@ -101,27 +108,30 @@ def test_a_start_that_slurm_has_replaced_does_not_requeue_its_successor(slurm):
     assert not calls(slurm, "scontrol requeue")
 
 
-def test_a_crash_loop_ends_after_the_cap_and_progress_begins_the_count_anew(slurm):
-    attempts = Attempts(slurm / "run")
-    for step in (0, 0, 3):  # two without progress, then a checkpoint of step 3, then one more
-        attempts.begin("7", 0, ["n1"], step)
+def test_a_crash_loop_ends_after_the_cap_and_progress_begins_the_count_anew(slurm, monkeypatch):
+    attempts = Attempts(slurm / "run", "7")
+    for restart, step in enumerate((0, 0, 3)):  # two without progress, then a checkpoint of step 3, then one more
+        attempts.begin(restart, ["n1"], step)
         attempts.end(CRASHED, "first")
     (slurm / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)
+    start_number(slurm, monkeypatch, 3)
     run_job(slurm, "exit 1", "--restarts", "2")
     assert len(calls(slurm, "scontrol requeue")) == 1
+    start_number(slurm, monkeypatch, 4)
     assert run_job(slurm, "exit 9", "--restarts", "2") == 1
     assert len(calls(slurm, "scontrol requeue")) == 1
     assert "3 starts in a row left no new checkpoint, the last: srun ended with exit code 9" in last(slurm).reason
 
 
-def test_starts_that_were_cut_off_count_too_but_stops_and_other_jobs_do_not(slurm):
-    attempts = Attempts(slurm / "run")
-    attempts.begin("6", 0, ["n1"], 0)
-    for outcome in (None, STOPPED, None):
-        attempts.begin("7", 0, ["n1"], 0)
+def test_starts_that_were_cut_off_count_too_but_stops_and_other_jobs_do_not(slurm, monkeypatch):
+    Attempts(slurm / "run", "6").begin(0, ["n1"], 0)
+    attempts = Attempts(slurm / "run", "7")
+    for restart, outcome in enumerate((None, STOPPED, None)):
+        attempts.begin(restart, ["n1"], 0)
         if outcome:
             attempts.end(outcome, "")
-    assert len(attempts.without_progress("7", 0)) == 2
+    assert len(attempts.without_progress(0)) == 2
+    start_number(slurm, monkeypatch, 3)
     assert run_job(slurm, "exit 0", "--restarts", "1") == 1
     assert CUT_OFF in last(slurm).reason
     assert not calls(slurm, "srun")
@@ -134,6 +144,14 @@ def test_a_job_that_slurm_will_not_requeue_says_so(slurm):
     )
     assert run_job(slurm, "exit 130") == 1
     assert "could not be requeued: scontrol: denied; submit again to go on" in last(slurm).reason
+
+
+def test_an_old_start_that_ends_late_leaves_the_newer_one_on_record(slurm):
+    old, new = Attempts(slurm / "run", "7"), Attempts(slurm / "run", "7")
+    old.begin(0, ["n1"], 0)
+    new.begin(1, ["n2"], 3)
+    old.end(STOPPED, "replaced")
+    assert [(one.restart, one.outcome) for one in read_attempts(slurm / "run")] == [(0, STOPPED), (1, None)]
 
 
 def test_a_damaged_count_is_no_obstacle(slurm):
@@ -170,3 +188,12 @@ def test_ranks_meet_where_slurm_says(slurm):
     assert rank_environment({**step, "RANK": "0"}) == {}  # torchrun within srun
     assert rank_environment({"SLURM_PROCID": "0", "SLURM_NTASKS": "4"}) == {}  # a batch script, no step
     assert rank_environment({**step, "SLURM_STEP_NUM_TASKS": "1"}) == {}
+
+
+def test_a_folder_named_like_a_state_is_no_state(slurm):
+    (slurm / "facts").write_text(
+        "JobId=7 JobName=run JobState=RUNNING Reason=None Restarts=0 WorkDir=/a JobState=FAILED b=c\n"
+    )
+    facts = job_facts("7")
+    assert facts is not None
+    assert (facts["JobState"], facts["Restarts"], facts["WorkDir"]) == ("RUNNING", "0", "/a")
