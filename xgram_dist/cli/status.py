@@ -36,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
         table([one["run"], ""], rows)
         for number, start in enumerate(one["starts"], start=1):
             after = f"after step {start['after_step']:,}" if start["after_step"] else "from the beginning"
-            print(f"start {number} on {','.join(start['nodes'])} {after}: {start['reason'] or 'under way'}")
+            took = "" if start["seconds_to_stop"] is None else f", {start['seconds_to_stop']} s after the signal"
+            print(f"start {number} on {','.join(start['nodes'])} {after}: {start['reason'] or 'under way'}{took}")
         print(f"log: {one['log']}\n")
     return 0
 

@@ -31,6 +31,10 @@ class Attempt:
     """STOPPED and saved, CRASHED, COMPLETE or REFUSED; None while it runs, or when it was cut off."""
     reason: str = ""
 
+    def seconds_to_stop(self) -> float | None:
+        """From the signal to saved and requeued."""
+        return None if self.signalled is None or self.ended is None else round(self.ended - self.signalled, 1)
+
     def why(self) -> str:
         return self.reason if self.outcome is not None else CUT_OFF
 

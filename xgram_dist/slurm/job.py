@@ -222,11 +222,14 @@ def patient_job_facts(job: str) -> dict[str, str]:
 
 
 def torchrun_words(words: list[str], nodes: int, ranks: int, place: str, job: str) -> list[str]:
-    """The same command, with a torchrun on each node that starts its ranks."""
+    """The same command, with a torchrun on each node that starts its ranks.
+
+    Slurm's signals reach all processes of a step. USR1 is for the ranks; torchrun is told to ignore it.
+    """
     at = words.index("-m")
     torchrun = ["-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
     torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", place, "--rdzv-id", job]
-    return [*words[:at], *torchrun, *words[at:]]
+    return ["sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *words[:at], *torchrun, *words[at:]]
 
 
 def say(text: str) -> None:

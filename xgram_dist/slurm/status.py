@@ -31,20 +31,26 @@ def status(run: Path) -> dict[str, Any]:
         "loss": None if last is None else last.get("loss"),
         "tokens_per_second": None if last is None else last.get("tokens_per_second"),
         "checkpoint": max(found_steps(run), default=None),
-        "starts": [
-            {
-                "nodes": one.nodes,
-                "after_step": one.step,
-                "outcome": one.outcome,
-                "reason": one.why() if one.outcome or number + 1 < len(attempts) else "",
-            }
-            for attempts in [read_attempts(run)]
-            for number, one in enumerate(attempts)
-        ],
+        "starts": _starts(run),
         "eval_job": jobs.get("eval"),
         "eval_state": None if after is None else after["JobState"],
         "log": str(run / FOLDER / LOG),
     }
+
+
+def _starts(run: Path) -> list[dict[str, Any]]:
+    """The last one may be under way; one before it without an end was cut off."""
+    attempts = read_attempts(run)
+    return [
+        {
+            "nodes": one.nodes,
+            "after_step": one.step,
+            "outcome": one.outcome,
+            "reason": one.why() if one.outcome or one is not attempts[-1] else "",
+            "seconds_to_stop": one.seconds_to_stop(),
+        }
+        for one in attempts
+    ]
 
 
 def _last_records(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:

@@ -170,7 +170,7 @@ def test_of_more_nodes_than_the_batch_divides_over_the_most_usable_are_taken():
 
 def test_torchrun_stands_between_the_interpreter_and_the_command():
     words = torchrun_words(["wrap", "python", "-m", "xgram_dist", "train"], 2, 8, "n1:12014", "7")
-    assert words[:4] == ["wrap", "python", "-m", "torch.distributed.run"]
+    assert words[4:8] == ["wrap", "python", "-m", "torch.distributed.run"]
     assert words[-3:] == ["-m", "xgram_dist", "train"]
     assert words[words.index("--rdzv-endpoint") + 1] == "n1:12014"
 
