@@ -201,12 +201,12 @@ class Cluster:
                 start_new_session=True,
             )
         wait_for((self.folder / f"{name}.up").exists, 10)
-        (self.folder / f"{name}.pid").write_text(str(self._init(name)))
+        # Its process 1, as this process sees it: by now the one child of `unshare`.
+        pid = self._machines[name].pid
+        self._write(f"{name}.pid", Path(f"/proc/{pid}/task/{pid}/children").read_text().strip())
 
     def _init(self, name: str) -> int:
-        """The machine's process 1, as this process sees it: the one child of its `unshare`."""
-        pid = self._machines[name].pid
-        return int(Path(f"/proc/{pid}/task/{pid}/children").read_text().split()[0])
+        return int((self.folder / f"{name}.pid").read_text())
 
     def _plug_in(self, name: str) -> None:
         number = 10 + int(name[1:])

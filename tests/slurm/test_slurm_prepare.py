@@ -18,12 +18,12 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def write_source(folder):
-    """Files for several units each."""
+    """Three files, of a unit each."""
     folder.mkdir()
     texts = make_documents(400)
     chooser = random.Random(7)
     for number in range(3):
-        lines = (json.dumps({"text": " ".join(chooser.choices(texts, k=20))}) + "\n" for _ in range(900))
+        lines = (json.dumps({"text": " ".join(chooser.choices(texts, k=20))}) + "\n" for _ in range(270))
         (folder / f"{number}.jsonl").write_text("".join(lines), encoding="utf-8")
     return folder
 

@@ -33,9 +33,10 @@ from xgram_dist.slurm.environment import meeting_place
 
 CANCELLED = "cancelled"
 """A file in RUN/slurm: someone asked for the run to end; no requeue."""
-STOP_WORDS = ("Terminated", "User defined signal 1")
+STOPPED_CODE = 130
 _FAILED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_LAST_WORDS = re.compile(r"^(?:\[rank(\d+)\]: )?((?:[\w.]+(?:Error|Exception)\b|xgram-dist ).*)$")
 
 
 @dataclass(frozen=True)
@@ -53,8 +54,15 @@ class Failure:
         return int(found[1]) if found else None
 
     def __str__(self) -> str:
-        how = f"ended with exit code {self.code}" if self.code is not None else f"ended: {self.how}"
-        return f"rank {self.ranks} on {self.node} {how}" + (f" ({self.last_words})" if self.last_words else "")
+        if self.code is None:
+            return f"rank {self.ranks} on {self.node} ended: {self.how}"
+        words = f" ({self.last_words})" if self.last_words else ""
+        return f"rank {self.ranks} on {self.node} ended with exit code {self.code}{words}"
+
+    @property
+    def stopped(self) -> bool:
+        """It was asked to: it saved, or had nothing to save yet."""
+        return self.code == STOPPED_CODE or self.how in ("Terminated", "User defined signal 1")
 
 
 class Job:
@@ -115,18 +123,22 @@ class Job:
 
     def listen(self, stream: IO[str]) -> None:
         """Pass on what the ranks and srun complain of; remember which rank failed first."""
-        last_words = ""
+        last_words: dict[
+            str, str
+        ] = {}  # by rank; torch puts it before what a rank dies of, people's errors come without
         for line in stream:
             sys.stderr.write(line)
             sys.stderr.flush()
-            if not line.startswith(("srun:", "slurmstepd")):
-                last_words = line.strip() or last_words
+            if words := _LAST_WORDS.match(line):
+                last_words[words[1] or ""] = words[2].strip()[:300]
+            if not line.startswith("srun: error:"):
                 continue
-            if line.startswith("srun: error:") and not self.complaint:
-                self.complaint = line.removeprefix("srun: error:").strip()
+            self.complaint = self.complaint or line.removeprefix("srun: error:").strip()
             found = _FAILED.match(line)
-            if found and self.failure is None and found[3].strip() != "Exited with exit code 130":
-                self.failure = Failure(found[1], found[2], found[3].strip(), last_words[:300])
+            if found and self.failure is None:
+                first = re.split("[,-]", found[2])[0]
+                words_of = last_words.get(first, last_words.get("", ""))
+                self.failure = Failure(found[1], found[2], found[3].strip(), words_of)
 
     def stop(self, number: int, _: Any) -> None:
         """USR1 or TERM: all ranks are to save and end."""
@@ -152,8 +164,7 @@ class Job:
         why = str(self.failure or self.complaint or f"srun ended with exit code {code}")
         if self.failure is not None and self.failure.code == 2:
             return self.end(REFUSED, f"{why}, which starting again would not change: see the log above it", 2)
-        asked = self.stopping or (self.failure is not None and self.failure.how in STOP_WORDS)
-        if asked or (self.failure is None and code == 130):
+        if self.stopping or (self.failure.stopped if self.failure else code == STOPPED_CODE):
             return self.requeue(STOPPED, "asked to stop")
         lost = self.attempts.without_progress(newest_step(self.folder))
         if len(lost) > self.args.restarts:

@@ -68,18 +68,28 @@ def test_a_complete_training_ends_the_job_with_0(slurm):
 
 
 def test_ranks_that_stopped_and_saved_are_requeued(slurm):
-    said = "srun: error: n1: task 0: Exited with exit code 130"
-    run_job(slurm, f'echo "{said}" >&2; exit 130')
+    lines = ["srun: error: n1: task 0: Exited with exit code 130", "srun: error: n2: task 3: Killed"]  # by srun, then
+    run_job(slurm, "".join(f'echo "{line}" >&2\n' for line in lines) + "exit 137")
     assert calls(slurm, "scontrol requeue") == ["scontrol requeue 7"]
     assert last(slurm).outcome == STOPPED
 
 
 def test_a_crash_names_the_first_rank_and_its_last_words(slurm):
-    lines = ["ValueError: no", "srun: error: n2: task 3: Exited with exit code 1", "srun: error: n1: task 0: Killed"]
+    lines = [
+        "[rank3]: ValueError: no",
+        "[rank3]: rank 3, step 5",
+        "srun: error: n2: task 3: Exited with exit code 1",
+        "srun: error: n1: task 0: Killed",
+    ]
     run_job(slurm, "".join(f'echo "{line}" >&2\n' for line in lines) + "exit 137")
     assert calls(slurm, "scontrol requeue") == ["scontrol requeue 7"]
     assert last(slurm).outcome == CRASHED
     assert last(slurm).reason == "rank 3 on n2 ended with exit code 1 (ValueError: no); requeued"
+
+
+def test_a_killed_rank_has_no_last_words(slurm):
+    run_job(slurm, 'echo "ValueError: caught" >&2; echo "srun: error: n2: tasks 2-3: Killed" >&2; exit 137')
+    assert last(slurm).reason == "rank 2-3 on n2 ended: Killed; requeued"
 
 
 def test_a_refusal_is_not_tried_again(slurm):
