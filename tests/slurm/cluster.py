@@ -217,7 +217,8 @@ class Cluster:
 
     def _inside(self, name: str) -> list[str]:
         enter = ["nsenter", "-t", str(self._init(name)), *SPACES, "--wd=/"]
-        return [*enter, "env", f"SLURM_CONF={self.folder}/slurm.conf"]
+        path = os.environ["PATH"].removeprefix(f"{self.folder}/bin:")  # the commands themselves
+        return [*enter, "env", f"PATH={path}", f"SLURM_CONF={self.folder}/slurm.conf"]
 
     def _kill(self, name: str) -> None:
         machine = self._machines.pop(name)

@@ -95,8 +95,8 @@ def test_torchrun_on_each_node_trains_the_same_run_through_a_signal(cluster, dat
 def test_the_train_template_trains_without_submit(cluster, data, tmp_path):
     recipe, run = write_recipe(tmp_path, data, steps=2), tmp_path / "run"
     python = yaml.safe_load(Path(write_site(tmp_path, pace=0)).read_text())["python"]
-    options = ["--nodes=2", "--ntasks-per-node=1", "--gres=none", f"--output={tmp_path}/log.txt", f"--chdir={ROOT}"]
-    variables = f"--export=ALL,PYTHON={python},OMP_NUM_THREADS=1,PYTHONPATH={ROOT}"
+    options = ["--nodes=2", "--gres=none", f"--output={tmp_path}/log.txt", f"--chdir={ROOT}"]
+    variables = f"--export=ALL,RANKS=1,PYTHON={python},OMP_NUM_THREADS=1,PYTHONPATH={ROOT}"
     script = str(ROOT / "slurm" / "train.sbatch")
     job = run_command(["sbatch", "--parsable", *options, variables, script, str(run), recipe]).strip()
     expected = undisturbed(recipe, tmp_path / "expected", 2)

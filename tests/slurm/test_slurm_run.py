@@ -103,7 +103,7 @@ def test_a_lost_node_and_a_lost_batch_host_change_no_bit(cluster, data, tmp_path
 
 
 def test_a_run_goes_on_with_fewer_nodes_where_a_node_stays_down(cluster, data, tmp_path, expected):
-    run, site = tmp_path / "run", write_site(tmp_path, ranks_per_node=2, **on("n5", "n6"))
+    run, site = tmp_path / "run", write_site(tmp_path, **on("n5", "n6"))
     job = submit(write_recipe(tmp_path, data), site, run, "--nodes", "1-2")
     wait_for_step(run, 4)
     assert read_attempts(run)[0].nodes == ["n5", "n6"]

@@ -1,6 +1,6 @@
 """The first process of a job: starts the ranks, and decides what their end means.
 
-    python -m xgram_dist.slurm.job --folder RUN [--counts 1,2,4] -- python -m xgram_dist train RECIPE --folder RUN
+    python -m xgram_dist.slurm.job --folder RUN --ranks 8 -- python -m xgram_dist train RECIPE --folder RUN
 
 | the ranks                                   | the job                                                              |
 |---------------------------------------------|----------------------------------------------------------------------|
@@ -98,15 +98,14 @@ class Job:
         words = self.args.command
         if not found_steps(self.folder):  # whatever an earlier start left, nothing can go on from it
             words = [*words, "--fresh"]
-        ranks = int(os.environ.get("SLURM_NTASKS_PER_NODE") or 1)
+        ranks, cpus = self.args.ranks, int(os.environ.get("SLURM_CPUS_PER_TASK") or 0)  # of a node
         place = meeting_place(int(self.id), nodes, self.args.node_suffix)
         srun = ["srun", f"--nodes={len(nodes)}", "--kill-on-bad-exit=1", "--nodelist", ",".join(nodes)]
-        cpus = int(os.environ.get("SLURM_CPUS_PER_TASK") or 0)
         if self.args.launcher == "torchrun":
             words = torchrun_words(words, len(nodes), ranks, f"{place['MASTER_ADDR']}:{place['MASTER_PORT']}", self.id)
-            cpus, ranks = cpus * ranks, 1
+            ranks = 1
         srun += [f"--ntasks={ranks * len(nodes)}", f"--ntasks-per-node={ranks}"]
-        srun += [f"--cpus-per-task={cpus}"] if cpus else []
+        srun += [f"--cpus-per-task={cpus // ranks}"] if cpus >= ranks else []
         self.process = subprocess.Popen(
             [*srun, *self.args.srun, *words],
             env={**os.environ, **place, "PYTHONUNBUFFERED": "1"},
@@ -250,6 +249,7 @@ def say(text: str) -> None:
 def parse(words: list[str]) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m xgram_dist.slurm.job", description=__doc__.splitlines()[0])
     parser.add_argument("--folder", required=True, metavar="RUN", help="the run folder")
+    parser.add_argument("--ranks", type=int, required=True, metavar="R", help="ranks of a node")
     parser.add_argument("--counts", default="", metavar="1,2,4", help="numbers of nodes the run can use (default: any)")
     parser.add_argument("--restarts", type=int, default=3, metavar="N", help="in a row, without a new checkpoint (3)")
     parser.add_argument("--restart-wait", type=float, default=60.0, metavar="S", help="before the second of them (60)")

@@ -40,7 +40,12 @@ def train_script(script: Script) -> str:
     command = [" ".join(map(quote, (*site.container, script.python))) + " -m xgram_dist train"]
     command += ['"$RUN/slurm/config.yaml"', '--folder "$RUN"']
     command += [f"--preflight {site.bandwidth:g}"] if script.preflight else []
-    job = ['--folder "$RUN"', f"--counts {','.join(map(str, script.counts))}", f"--launcher {site.launcher}"]
+    job = [
+        '--folder "$RUN"',
+        f"--ranks {site.ranks}",
+        f"--counts {','.join(map(str, script.counts))}",
+        f"--launcher {site.launcher}",
+    ]
     job += [f"--restarts {site.restarts}", f"--restart-wait {site.restart_wait:g}"]
     job += [f"--save-seconds {SAVE_SHARE * site.save_seconds:g}"]
     job += [f"--node-suffix={quote(site.node_suffix)}"] if site.node_suffix else []
@@ -97,7 +102,7 @@ def quote(word: str) -> str:
 
 def _options(script: Script, nodes: str, ranks: int, gpus: int, log: str, suffix: str = "") -> list[str]:
     site = script.site
-    share = None if site.cpus_per_node is None else site.cpus_per_node // site.ranks
+    share = 1 if site.cpus_per_node is None else site.cpus_per_node // site.ranks
     kind = f"gpu:{site.gpu_type}" if site.gpu_type else "gpu"
     return [
         *_directive("job-name", script.name + suffix),
@@ -105,8 +110,8 @@ def _options(script: Script, nodes: str, ranks: int, gpus: int, log: str, suffix
         *_directive("account", site.account),
         *_directive("qos", site.qos),
         *_directive("nodes", nodes),
-        *_directive("ntasks-per-node", str(ranks)),
-        *_directive("cpus-per-task", None if share is None else str(share)),
+        # For Slurm, all ranks of a node are one task: a job that asks for tasks by node does not start with fewer nodes.
+        *_directive("cpus-per-task", str(share * ranks)),
         *_directive("gres", f"{kind}:{gpus}" if gpus else None),
         *_directive("mem", site.memory_per_node),
         *_directive("time", site.time),

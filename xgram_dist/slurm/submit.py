@@ -53,11 +53,6 @@ def plan_submission(request: Request) -> Submission:
     runs = _runs(request)
     site = request.site
     first, last = parse_nodes(request.nodes)
-    if last > first * site.ranks:
-        raise UserError(
-            f"--nodes {request.nodes}: Slurm gives no more nodes than tasks were asked for, so at most "
-            f"{first * site.ranks} with {site.ranks} rank(s) a node; raise the first number or lower the second"
-        )
     counts: set[int] = set()
     for run in runs:
         usable = fit.usable_counts(run.config, first, last, site.ranks)

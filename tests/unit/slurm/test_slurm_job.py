@@ -30,7 +30,7 @@ def slurm(tmp_path, monkeypatch):
         path.chmod(path.stat().st_mode | stat.S_IXUSR)
     (tmp_path / "facts").write_text("JobId=7 JobState=RUNNING Reason=None Restarts=0 Command=a b\n")
     monkeypatch.setenv("PATH", f"{bin_folder}:/usr/bin:/bin")
-    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "NTASKS_PER_NODE": "2"}.items():
+    for name, value in {"JOB_ID": "7", "JOB_NODELIST": "n[1-2]", "CPUS_PER_TASK": "6"}.items():
         monkeypatch.setenv(f"SLURM_{name}", value)
     monkeypatch.setattr(job_module.time, "sleep", lambda _: None)
     monkeypatch.setattr(job_module.signal, "signal", lambda *_: None)
@@ -39,7 +39,9 @@ def slurm(tmp_path, monkeypatch):
 
 def run_job(slurm, srun, *words):
     (slurm / "srun.sh").write_text(srun)
-    job = Job(parse(["--folder", str(slurm / "run"), *words, "--", "python", "-m", "xgram_dist", "train"]))
+    job = Job(
+        parse(["--folder", str(slurm / "run"), "--ranks", "2", *words, "--", "python", "-m", "xgram_dist", "train"])
+    )
     return job.run()
 
 
@@ -63,7 +65,7 @@ def test_a_complete_training_ends_the_job_with_0(slurm):
     assert not calls(slurm, "scontrol requeue")
     started = calls(slurm, "srun")[0]
     assert "--nodes=2 " in started
-    assert "--ntasks=4 " in started
+    assert "--ntasks=4 --ntasks-per-node=2 --cpus-per-task=3 " in started
     assert started.endswith("python -m xgram_dist train --fresh")  # nothing to go on from
 
 
