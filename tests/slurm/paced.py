@@ -29,8 +29,9 @@ def pace() -> None:
     loop.train_step = step
 
 
-assert sys.argv[1] == "-m"
-module, sys.argv = sys.argv[2], sys.argv[2:]
+words = [word for word in sys.argv[1:] if word != "-u"]
+assert words[0] == "-m"
+module, sys.argv = words[1], words[1:]
 if sys.argv[:2] == ["xgram_dist", "train"]:
     pace()
 if sys.argv[:2] == ["xgram_dist", "eval"]:

@@ -41,6 +41,7 @@ def write_site(folder, pace=0.3, crash="", **keys):
         "environment": {"OMP_NUM_THREADS": "1", "TEST_PACE": str(pace), "TEST_CRASH": crash or ":"},
         **keys,
     }
+    tree["environment"]["PYTHON_EXEC"] = tree["python"]  # what torchrun starts ranks with
     path = folder / "site.yaml"
     path.write_text(yaml.safe_dump(tree))
     return str(path)

@@ -110,7 +110,7 @@ def _options(script: Script, nodes: str, ranks: int, gpus: int, log: str, suffix
         *_directive("account", site.account),
         *_directive("qos", site.qos),
         *_directive("nodes", nodes),
-        # For Slurm, all ranks of a node are one task: a job that asks for tasks by node does not start with fewer nodes.
+        # For Slurm, the ranks of a node are one task: a job that asks for more does not start again with fewer nodes.
         *_directive("cpus-per-task", str(share * ranks)),
         *_directive("gres", f"{kind}:{gpus}" if gpus else None),
         *_directive("mem", site.memory_per_node),
