@@ -36,7 +36,7 @@ test-fast: lint
 # Debian's Slurm for tests/slurm, where packages may be installed; without it those tests are skipped and say why.
 SLURM := slurm-wlm munge iproute2
 slurm:
-	@if ! command -v slurmctld munged >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	@if ! { command -v slurmctld && command -v munged; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
 	    export DEBIAN_FRONTEND=noninteractive; \
 	    apt-get install -qq --no-install-recommends $(SLURM) >/dev/null 2>&1 \
 	    || { apt-get update -qq && apt-get install -qq --no-install-recommends $(SLURM) >/dev/null; } \

@@ -121,10 +121,11 @@ class Job:
         return self.process.wait()
 
     def listen(self, stream: IO[str]) -> None:
-        """Pass on what the ranks and srun complain of; remember which rank failed first."""
-        last_words: dict[
-            str, str
-        ] = {}  # by rank; torch puts it before what a rank dies of, people's errors come without
+        """Pass on what the ranks and srun complain of; remember which rank failed first, and of what.
+
+        torch puts `[rank3]: ` before an error that ends a rank; a sentence for the user comes without.
+        """
+        last_words: dict[str, str] = {}
         for line in stream:
             sys.stderr.write(line)
             sys.stderr.flush()
@@ -184,7 +185,9 @@ class Job:
 
     def requeue(self, outcome: str, reason: str) -> int:
         """Slurm ends this process as soon as it has requeued the job, so all is said and written before."""
-        self.deciding.acquire()  # for good: what is decided once is not decided again
+        if not self.deciding.acquire(blocking=False):  # it is decided already, in another thread
+            time.sleep(60)
+            return 1
         facts = patient_job_facts(self.id)
         if int(facts.get("Restarts", -1)) != self.restart:
             return self.end(STOPPED, f"{reason}; Slurm has started this job anew, so this start ends", 1)
