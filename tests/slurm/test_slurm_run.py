@@ -30,6 +30,9 @@ from xgram_dist.checkpoint.folder import found_steps
 from xgram_dist.slurm.attempts import read_attempts
 from xgram_dist.slurm.commands import run_command
 
+RANK = "paced.py -m xgram_dist train"
+"""In the command line of a rank, and of nothing else."""
+
 
 @pytest.fixture(scope="module")
 def expected(data, tmp_path_factory):
@@ -77,7 +80,7 @@ def test_a_signal_a_preemption_and_a_killed_rank_change_no_bit(cluster, data, tm
     run_command(["sbatch", "--partition=urgent", *nodes, "--output=/dev/null", "--wrap=sleep 2"])
     wait_for_start(run, 3)
     wait_for_step(run, found_steps(run)[-1] + 1)
-    os.kill(cluster.processes("n2", "xgram_dist train")[-1], signal.SIGKILL)
+    os.kill(cluster.processes("n2", RANK)[-1], signal.SIGKILL)
     assert wait_for_end(job, run) == "COMPLETED", log(run)
     assert outcomes(run) == ["stopped", "stopped", "crashed", "complete"]
     assert "rank 1 on n2 ended: Killed" in reasons(run)[2]
@@ -126,8 +129,8 @@ def test_a_start_that_lives_on_beyond_the_network_writes_nothing_once_another_ha
     cluster.unplug(old)
     try:
         wait_for_start(run, 2)
-        assert cluster.processes(old, "xgram_dist train")  # alive, and able to write to the run folder
-        wait_for(lambda: not cluster.processes(old, "xgram_dist train"), 60, lambda: log(run))
+        assert cluster.processes(old, RANK)  # alive, and able to write to the run folder
+        wait_for(lambda: not cluster.processes(old, RANK), 60, lambda: log(run))
         assert "is no longer held by this run: it was taken over by" in log(run)
         assert wait_for_end(job, run) == "COMPLETED", log(run)
     finally:
