@@ -90,5 +90,4 @@ def test_every_engine_and_tensor_degree_follows_the_run_of_one_process(one_proce
             expected = one_process[method]
             assert min(expected[1]) > 0.3  # clipping is at work in every step
             np.testing.assert_allclose(losses, expected[0], rtol=1e-4, err_msg=name)
-            np.testing.assert_allclose(norms[0], expected[1][0], rtol=1e-5, err_msg=name)
-            np.testing.assert_allclose(norms, expected[1], rtol=2e-4, err_msg=name)
+            np.testing.assert_allclose(norms, expected[1], rtol=1e-5, err_msg=name)

@@ -58,10 +58,16 @@ def give_back(
     rows_of: Callable[[], tuple[Tensor, Tensor]] | None,
     accesses: Accesses,
     widths: list[int],
+    mean_over: int = 1,
 ) -> RowGradient:
     """The gradient of `retrieve`'s output as the gradient of the rows and gates that were read. `rows_of`: where there
-    are gates, the rows and gates that `retrieve` was given."""
-    rows_RW = segment_sums(grads_QW, accesses.by_row_N, accesses.row_starts_R, accesses.row_coefficients_N)
+    are gates, the rows and gates that `retrieve` was given. `mean_over`: ranks, over whose losses the run's is the
+    mean."""
+    weights_N = accesses.row_coefficients_N
+    if mean_over > 1:  # with the sum, instead of in a pass of its own
+        ones_N = torch.ones_like(accesses.by_row_N) if weights_N is None else weights_N
+        weights_N = ones_N.to(grads_QW.dtype) / mean_over
+    rows_RW = segment_sums(grads_QW, accesses.by_row_N, accesses.row_starts_R, weights_N)
     if rows_of is None:
         return RowGradient(accesses.touched_R, rows_RW, None)
     read_RW, gates_RJ = rows_of()

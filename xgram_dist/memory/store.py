@@ -66,8 +66,8 @@ class SlabState:
     def _gather(self, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.rows.index_select(0, rows_R), None if self.gates is None else self.gates.index_select(0, rows_R)
 
-    def add_gradient(self, grads_QW: Tensor, plan: SlabPlan) -> None:
-        """The gradient of what was read, to the rows and gates it came from."""
+    def add_gradient(self, grads_QW: Tensor, plan: SlabPlan, mean_over: int) -> None:
+        """The gradient of what was read, to the rows and gates it came from, as the mean over so many ranks."""
 
         def read_again() -> tuple[Tensor, Tensor]:
             again = self.opened if plan.place_R is None and self.opened is not None else self._gather
@@ -75,7 +75,8 @@ class SlabState:
             assert gates_RJ is not None
             return rows_RW, gates_RJ
 
-        new = give_back(grads_QW, None if self.gates is None else read_again, plan.accesses, self.widths)
+        rows_of = None if self.gates is None else read_again
+        new = give_back(grads_QW, rows_of, plan.accesses, self.widths, mean_over)
         if new.gates is not None:
             self.tensor.all_reduce_sum(new.gates)  # a gate scales all columns
         self.hit.index_fill_(0, new.touched, True)

@@ -85,13 +85,11 @@ class Tables:
             flights = []
             for state, plan in zip(states, plans, strict=True):
                 grads_UW = torch.cat([self._own_columns(table, working) for table in state.slab.tables], dim=1)
-                if self.ranks.size > 1:
-                    grads_UW.div_(self.ranks.size)  # the loss of the run is the mean over ranks
                 sent_PW = grads_UW if plan.key_P is None else grads_UW.index_select(0, plan.key_P)
                 flights.append(self.ranks.exchange(sent_PW.to(self.wire or sent_PW.dtype), plan.asked, plan.answered))
             for state, plan, (received_QW, handle) in zip(states, plans, flights, strict=True):
                 handle.wait()
-                state.add_gradient(received_QW.to(state.rows.device, state.rows.dtype), plan)
+                state.add_gradient(received_QW.to(state.rows.device, state.rows.dtype), plan, self.ranks.size)
 
     def _own_columns(self, table: Table, working: WorkingSet) -> Tensor:
         """The gradient of a table's columns held here."""

@@ -44,11 +44,12 @@ class Run:
     """The same hits, of Zipf's distribution, for an optimizer and its reference. Scales of gradients differ from
     row to row and from column to column, from 1e-9, below eps, to 1e-2."""
 
-    def __init__(self, dtype: torch.dtype, weight_decay: float, history: int, rows: int = 300, width: int = 24):
+    def __init__(self, dtype: torch.dtype, weight_decay: float, history: int, compiled: bool = False):
+        rows, width = 300, 24
         self.random = torch.Generator().manual_seed(1)
         self.start = torch.randn(rows, width, generator=self.random).to(dtype) * 0.02
         cut = rows // 3
-        self.optimizer = CatchUpAdamW(self.start.clone(), cut, BETAS, EPS, weight_decay, history)
+        self.optimizer = CatchUpAdamW(self.start.clone(), cut, BETAS, EPS, weight_decay, history, compiled=compiled)
         self.reference = Reference(self.start, cut, weight_decay)
         self.scale_SW = 10 ** (-5.5 + 1.75 * self._uniform(rows, 1) + 1.75 * self._uniform(1, width))
         self.chance_S = 1 / torch.arange(1.0, rows + 1)[torch.randperm(rows, generator=self.random)]
@@ -97,6 +98,14 @@ def test_a_thousand_steps_are_those_of_dense_adamw(
         run.step(schedule(step, 1000), settle=step % 7 != 0, opened=step % 2 == 0)
     run.optimizer.settle_all()
     assert run.error() <= bound
+
+
+def test_so_are_those_of_the_compiled_passes() -> None:
+    run = Run(torch.float32, 0.1, 4096, compiled=True)
+    for step in range(1, 1001):
+        run.step(schedule(step, 1000), opened=True)
+    run.optimizer.settle_all()
+    assert run.error() <= 1e-5
 
 
 def test_rows_that_are_read_have_the_dense_values_at_any_time() -> None:

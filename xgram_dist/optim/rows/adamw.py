@@ -65,11 +65,13 @@ def adamw_(
 class GatheredAdamW:
     """AdamW on rows that are gathered, updated and put back."""
 
-    def __init__(self, values: Tensor, cut: int, adamw: AdamW):
+    def __init__(self, values: Tensor, cut: int, adamw: AdamW, compiled: bool = False):
+        """`compiled`: a step is one compiled pass instead of some ten operations."""
         self.values, self.cut, self.adamw = values, cut, adamw
         self.moments = Moments(values)
         self._blocks = Blocks(values)
         self._without_decay = AdamW(adamw.betas, adamw.eps, 0.0)
+        self._step_rows_ = torch.compile(_step_rows_, dynamic=True, fullgraph=True) if compiled else None
 
     def nbytes(self) -> int:
         return self.moments.nbytes()
@@ -101,6 +103,16 @@ class GatheredAdamW:
         moments = self.moments
         moments.step.add_(1)
         alike = not 0 < self.cut < self.values.shape[0]
+        if self._step_rows_ is not None and values_RW is not None and shrink is not None:
+            tensors = self.values, moments.first, moments.second, rows_R, values_RW, gradient_RW
+            # Numbers that are the same for a whole row are made here: in the pass they would be made for each element.
+            speed_R1 = row_rates(rows_R, self.cut, rates, self.values.dtype)
+            keep_R1 = 1 - self.adamw.weight_decay * speed_R1
+            bias1, root2 = (1 - beta ** moments.step.double() for beta in self.adamw.betas)
+            root2 = root2.sqrt()
+            floor_R1 = torch.full_like(speed_R1, self.adamw.eps) * root2
+            self._step_rows_(*tensors, *shrink, keep_R1, speed_R1 * (root2 / bias1), floor_R1, self.adamw.betas)
+            return
         rate_R1 = None if alike else row_rates(rows_R, self.cut, rates, self.values.dtype)
         for part in self._blocks.parts(rows_R):
             rows_B = rows_R[part]
@@ -126,3 +138,27 @@ class GatheredAdamW:
             moments.first.index_copy_(0, rows_B, first_BW)
             moments.second.index_copy_(0, rows_B, second_BW)
             self.values.index_copy_(0, rows_B, values_BW)
+
+
+def _step_rows_(
+    values_SW: Tensor,
+    first_SW: Tensor,
+    second_SW: Tensor,
+    rows_R: Tensor,
+    values_RW: Tensor,
+    gradient_RW: Tensor,
+    shrink_first_R1: Tensor,
+    shrink_second_R1: Tensor,
+    keep_R1: Tensor,
+    move_R1: Tensor,
+    floor_R1: Tensor,
+    betas: tuple[float, float],
+) -> None:
+    """A step of distinct rows as one expression for a compiler: read once, written once."""
+    beta1, beta2 = betas
+    first_RW = beta1 * shrink_first_R1 * first_SW[rows_R] + (1 - beta1) * gradient_RW
+    second_RW = beta2 * shrink_second_R1 * second_SW[rows_R] + (1 - beta2) * gradient_RW * gradient_RW
+    moved_RW = keep_R1 * values_RW - move_R1 * (first_RW / (second_RW.sqrt() + floor_R1))
+    values_SW.index_copy_(0, rows_R, moved_RW)
+    first_SW.index_copy_(0, rows_R, first_RW)
+    second_SW.index_copy_(0, rows_R, second_RW)

@@ -34,8 +34,8 @@ class CatchUpAdamW(GatheredAdamW):
         compiled: bool = False,
     ):
         """`two_rates`: whether rows below the cut may learn at another rate, here or on other ranks. `compiled`: what
-        brings rows up to date is one compiled pass instead of some thirty operations."""
-        super().__init__(values, cut, AdamW(betas, eps, weight_decay))
+        brings rows up to date is one compiled pass instead of some thirty operations, and so is a step."""
+        super().__init__(values, cut, AdamW(betas, eps, weight_decay), compiled)
         self._two_rates = 0 < cut < values.shape[0] if two_rates is None else two_rates
         self._missed = MissedSteps(self.adamw, history, 2 if self._two_rates else 1, values.dtype, values.device)
         # The step that a row's moments belong to, and the step that its values belong to: the same or the present.
