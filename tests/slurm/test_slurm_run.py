@@ -122,6 +122,7 @@ def test_a_run_goes_on_with_fewer_nodes_where_a_node_stays_down(cluster, data, t
 def test_a_start_that_lives_on_beyond_the_network_writes_nothing_once_another_has_begun(
     cluster, data, tmp_path, expected
 ):
+    pytest.importorskip("xgram_dist.checkpoint.lease")
     run, site = tmp_path / "run", write_site(tmp_path, pace="4,0.1", ranks_per_node=2, **on("n5", "n6"))
     job = submit(write_recipe(tmp_path, data), site, run, "--nodes", "1")
     wait_for_step(run, 3)

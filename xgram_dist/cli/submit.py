@@ -2,7 +2,6 @@
 
 import argparse
 import json
-import sys
 from pathlib import Path
 
 EXAMPLES = """
@@ -56,8 +55,6 @@ def run(args: argparse.Namespace) -> int:
     if args.dry_run:
         print("\n".join([submission.train, *submission.evals]), end="")
         return 0
-    if any(one.config.checkpoint.every == 0 for one in submission.runs):
-        print("note: checkpoint.every = 0: after a crash the run would start over", file=sys.stderr)
     jobs = submit(submission)
     found = [
         {"job": job, "run": str(one.folder), "log": str(one.folder / FOLDER / LOG), "change": one.change}

@@ -14,12 +14,14 @@ import shutil
 from pathlib import Path
 
 import xgram_dist
+from xgram_dist.checkpoint.folder import found_steps
 from xgram_dist.config import Config, dump_config
 from xgram_dist.errors import UserError
 from xgram_dist.slurm.commands import ENDED, job_state
 from xgram_dist.slurm.job import CANCELLED
 
-FOLDER, JOBS, LOG, SCRIPT, EVAL = "slurm", "jobs.json", "log.txt", "job.sbatch", "eval.sbatch"
+FOLDER, CONFIG, JOBS, LOG, SCRIPT, EVAL = "slurm", "config.yaml", "jobs.json", "log.txt", "job.sbatch", "eval.sbatch"
+METRICS = "metrics.jsonl"
 
 
 def write_snapshot(run: Path, config: Config) -> None:
@@ -28,7 +30,7 @@ def write_snapshot(run: Path, config: Config) -> None:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / CANCELLED).unlink(missing_ok=True)
-        (folder / "config.yaml").write_text(dump_config(config), encoding="utf-8")
+        (folder / CONFIG).write_text(dump_config(config), encoding="utf-8")
         package, aside = Path(xgram_dist.__file__).parent, folder / f".code.{os.getpid()}"
         shutil.copytree(package, aside / "xgram_dist", ignore=lambda _, names: {n for n in names if n == "__pycache__"})
         shutil.rmtree(folder / "code", ignore_errors=True)
@@ -55,8 +57,15 @@ def read_jobs(run: Path) -> dict[str, str]:
     return found
 
 
-def check_not_submitted(run: Path) -> None:
-    """Refuse a folder whose job is still in the queue or running."""
+def check_folder(run: Path, config: Config) -> None:
+    """Refuse a folder whose job is in the queue or running, and one with another run that nothing can go on from."""
+    written = run / FOLDER / CONFIG
+    same = written.exists() and written.read_text(encoding="utf-8") == dump_config(config)
+    if (run / METRICS).exists() and not found_steps(run) and not same:
+        raise UserError(
+            f"'{run}' already holds a run, without a checkpoint to go on from; choose another folder with --folder, or "
+            f"remove it"
+        )
     if not (run / FOLDER / JOBS).exists():
         return
     job = read_jobs(run)["train"]

@@ -78,12 +78,9 @@ def plan_submission(request: Request) -> Submission:
 
 def submit(submission: Submission) -> list[str]:
     """Into the run folders and into the queue; the id of each run's job."""
-    from xgram_dist.train.folder import check_run_folder
-
     runs = submission.runs
     for run in runs:
-        record.check_not_submitted(run.folder)
-        check_run_folder(run.folder, fresh=False)
+        record.check_folder(run.folder, run.config)
     for run in runs:
         record.write_snapshot(run.folder, run.config)
     path = runs[0].folder / record.FOLDER / record.SCRIPT
