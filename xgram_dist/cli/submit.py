@@ -6,7 +6,7 @@ from pathlib import Path
 
 EXAMPLES = """
   xgram-dist submit recipes/0.73b/xgram-2x-50.yaml --nodes 2
-  xgram-dist submit recipes/1.15b/xgram-4x-50.yaml --nodes 2-4 --site slurm/sites/h100.yaml --then eval --follow
+  xgram-dist submit recipes/1.15b/xgram-4x-50.yaml memory.window=16GiB --nodes 2-4 --then eval --follow
   xgram-dist submit recipes/0.73b/xgram-1x-50.yaml --nodes 2 --array train.seed=0,1,2
   xgram-dist submit recipes/0.73b/vanilla.yaml recipes/0.73b/xgram-1x-50.yaml train.steps=1000 --nodes 2 --dry-run
 """
