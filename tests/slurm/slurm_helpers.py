@@ -78,7 +78,7 @@ def step_of(run):
     return max((record["step"] for record in records if record["kind"] == "train"), default=0)
 
 
-def wait_for_step(run, step, seconds=60):
+def wait_for_step(run, step, seconds=120):
     wait_for(lambda: step_of(run) >= step, seconds, lambda: log(run))
 
 

@@ -83,9 +83,9 @@ def test_a_folder_that_looks_like_commands_is_only_a_folder(cluster, data, tmp_p
 def test_torchrun_on_each_node_trains_the_same_run_through_a_signal(cluster, data, tmp_path):
     recipe, run = write_recipe(tmp_path, data), tmp_path / "run"
     job = submit(recipe, write_site(tmp_path, launcher="torchrun"), run, "--nodes", "2")
-    expected = undisturbed(recipe, tmp_path / "expected", 2)
     wait_for_step(run, 2)
     run_command(["scancel", "--signal=USR1", "--batch", job])
+    expected = undisturbed(recipe, tmp_path / "expected", 2)
     assert wait_for_end(job, run) == "COMPLETED", log(run)
     assert outcomes(run) == ["stopped", "complete"]
     assert "stopped after step" in log(run)
