@@ -1,11 +1,11 @@
 # make demo   from nothing to a trained X-gram model beside its vanilla twin
-# make test   all tests (lint, types, pytest)
+# make test   all tests (lint, types, pytest, jobs on a Slurm of its own); test-fast leaves the jobs out
 # make soak   a run that is killed 60 times (about ten minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 RUN := $(BIN)/xgram-dist
 
-.PHONY: demo test soak lint lock peers reference clean
+.PHONY: demo test test-fast slurm soak lint lock peers reference clean
 
 .venv/installed: requirements.lock pyproject.toml
 	@echo "== environment in .venv (a few minutes, once)"
@@ -32,8 +32,21 @@ demo: .venv/installed
 soak: .venv/installed
 	$(BIN)/python tests/resume/soak.py --kills 60
 
-test: lint
+test: lint slurm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5
+
+test-fast: lint
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5 --ignore=tests/slurm
+
+# Debian's Slurm for tests/slurm, where packages may be installed; without it those tests are skipped and say why.
+SLURM := slurm-wlm munge iproute2
+slurm:
+	@if ! { command -v slurmctld && command -v munged; } >/dev/null && [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+	    export DEBIAN_FRONTEND=noninteractive; \
+	    apt-get install -qq --no-install-recommends $(SLURM) >/dev/null 2>&1 \
+	    || { apt-get update -qq && apt-get install -qq --no-install-recommends $(SLURM) >/dev/null; } \
+	    || echo "== no Slurm could be installed; its tests are skipped"; \
+	fi
 
 lint: .venv/installed
 	$(BIN)/ruff format --check .

@@ -8,6 +8,9 @@ out. The command line prints that sentence and exits with code 2; no traceback. 
 class UserError(Exception):
     """One sentence for the person at the keyboard."""
 
+    exit_code = 2
+    """A job that ends with 2 is not started again: it would end so again."""
+
 
 def nearest(name: str, valid: list[str], prefix: str = "") -> str:
     """`; did you mean 'x'?` for the closest valid name, `prefix` before it, else the valid names themselves."""

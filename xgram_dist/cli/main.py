@@ -19,6 +19,9 @@ COMMANDS = {
     "route": "frequencies -> routing file (token -> table rows), with its layout and row-hit table",
     "plan": "what a recipe costs, without building it: parameters and FLOPs",
     "train": "train a recipe",
+    "submit": "train a recipe, or an array of them, as a Slurm job",
+    "status": "what the Slurm job of a run is doing",
+    "cancel": "end the Slurm job of a run, with a checkpoint",
     "report": "table and picture of one or more runs",
     "bench": "benchmarks, side by side in one run: checkpoint, data, engine, exchange, step",
 }
@@ -71,7 +74,7 @@ def main(arguments: list[str] | None = None) -> int:
         return int(args.execute(args))
     except UserError as error:
         print(f"xgram-dist {args.command}: {error}", file=sys.stderr)
-        return 2
+        return error.exit_code
     except KeyboardInterrupt:
         print(f"xgram-dist {args.command}: stopped by Ctrl-C", file=sys.stderr)
         return 130

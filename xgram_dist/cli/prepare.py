@@ -3,6 +3,7 @@
 import argparse
 import json
 import math
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -53,6 +54,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-rejected", type=float, default=0.01, metavar="SHARE", help="stop above this share of bad lines (0.01)"
     )
     parser.add_argument("--corpus-bytes", type=int, metavar="N", help="size of the embedded corpus (default 12 MB)")
+    parser.add_argument(
+        "--part",
+        metavar="K/N",
+        help="only part K (from 0) of N, beside the others, for a job array; without it, the same command then merges",
+    )
     parser.add_argument("--overwrite", action="store_true", help="replace another data set in DIR")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
@@ -76,6 +82,13 @@ def parse_source(text: str) -> "Source":
     return Source(name, Path(rest))
 
 
+def parse_part(text: str) -> tuple[int, int]:
+    part, slash, parts = text.partition("/")
+    if not slash or not part.isdecimal() or not parts.isdecimal():
+        raise UserError(f"--part '{text}' is not of the form K/N")
+    return int(part), int(parts)
+
+
 def find_sources(sources: list[str], mix: str | None) -> list["Source"]:
     from xgram_dist.data.prepare import Source
 
@@ -93,26 +106,34 @@ def find_sources(sources: list[str], mix: str | None) -> list["Source"]:
 
 def run(args: argparse.Namespace) -> int:
     from xgram_dist.data.corpus import DEFAULT_BYTES
-    from xgram_dist.data.prepare import Request, prepare
+    from xgram_dist.data.prepare import Request, prepare, prepare_part
     from xgram_dist.data.workers import available_cores
 
     sources = find_sources(args.source, args.mix)
     chunk, validation = (CHUNK, VALIDATION) if sources else (EMBEDDED_CHUNK, EMBEDDED_VALIDATION)
-    outcome = prepare(
-        Request(
-            out=Path(args.out),
-            workers=available_cores() if args.workers is None else args.workers,
-            sources=tuple(sources),
-            tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
-            train_bpe=args.train_bpe,
-            end_of_text=args.end_of_text,
-            chunk_tokens=chunk if args.chunk_tokens is None else args.chunk_tokens,
-            validation=validation if args.validation is None else args.validation,
-            max_rejected=args.max_rejected,
-            corpus_bytes=DEFAULT_BYTES if args.corpus_bytes is None else args.corpus_bytes,
-            overwrite=args.overwrite,
-        )
+    request = Request(
+        out=Path(args.out),
+        workers=available_cores() if args.workers is None else args.workers,
+        sources=tuple(sources),
+        tokenizer=None if args.tokenizer is None else Path(args.tokenizer),
+        train_bpe=args.train_bpe,
+        end_of_text=args.end_of_text,
+        chunk_tokens=chunk if args.chunk_tokens is None else args.chunk_tokens,
+        validation=validation if args.validation is None else args.validation,
+        max_rejected=args.max_rejected,
+        corpus_bytes=DEFAULT_BYTES if args.corpus_bytes is None else args.corpus_bytes,
+        overwrite=args.overwrite,
     )
+    if args.part is not None:
+        part = prepare_part(request, *parse_part(args.part))
+        print(
+            json.dumps(asdict(part))
+            if args.json
+            else f"part {args.part}: {part.units:,} units done, {part.units_kept:,} of them before; "
+            f"{part.new_tokens:,} tokens in {duration(part.seconds)}"
+        )
+        return 0
+    outcome = prepare(request)
     if args.json:
         print(json.dumps(summary(outcome, args.out), indent=1))
     else:
@@ -121,8 +142,6 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(outcome: "Outcome", out: str) -> dict[str, Any]:
-    from dataclasses import asdict
-
     manifest = outcome.manifest
     rejected: dict[str, int] = {}
     for source in manifest.sources:

@@ -10,6 +10,7 @@ EXAMPLES = """
   xgram-dist train recipes/tiny/xgram.yaml --ranks 2
   xgram-dist train recipes/tiny/xgram.yaml train.steps=100 memory.compression=1 --folder runs/no-hash
   torchrun --nproc-per-node 2 -m xgram_dist train recipes/tiny/xgram.yaml
+  srun --nodes 2 --ntasks-per-node 8 xgram-dist train recipes/0.73b/xgram-2x-50.yaml --preflight 50
 """
 
 
@@ -19,13 +20,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", metavar="DIR", help="run folder (default: runs/NAME)")
     parser.add_argument("--fresh", action="store_true", help="start over in a folder that already holds a run")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine (default 1)")
+    parser.add_argument(
+        "--preflight",
+        type=float,
+        metavar="GB/S",
+        help="first see that all ranks are there and agree, and hold the links against so many GB/s a rank",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
     from xgram_dist.config import load_config
     from xgram_dist.config.check import accumulation, check_files
     from xgram_dist.errors import UserError
+    from xgram_dist.slurm.environment import adopt
 
+    adopt()
     config = load_config(args.recipe, args.overrides)
     folder = Path(args.folder) if args.folder else Path("runs") / config.name
     if args.ranks < 1:
@@ -43,13 +52,20 @@ def run(args: argparse.Namespace) -> int:
         check_free(folder)
         check_run_folder(folder, config, args.fresh)
         options = ["--folder", str(folder), *(["--fresh"] if args.fresh else [])]
+        options += ["--preflight", str(args.preflight)] if args.preflight is not None else []
         return launch(["train", args.recipe, *args.overrides, *options], args.ranks)
     from xgram_dist.checkpoint.lease import hold
     from xgram_dist.parallel.device import choose_device
     from xgram_dist.parallel.ranks import join_ranks
     from xgram_dist.train.loop import Trainer
 
-    ranks = join_ranks(choose_device(), config.train.collective_timeout)
+    device = choose_device()
+    if args.preflight is None:
+        ranks = join_ranks(device, config.train.collective_timeout)
+    else:
+        from xgram_dist.preflight.preflight import join_checked
+
+        ranks = join_checked(config, device, args.preflight)
     try:
         with hold(folder) if ranks.first else nullcontext() as lease:
             return Trainer(config, folder, args.fresh, ranks, lease).run()

@@ -8,7 +8,7 @@ Later wins: the base (recursively), the recipe, the overrides. Mappings merge; e
 import json
 import re
 from pathlib import Path
-from typing import Any, get_args, get_origin
+from typing import Any, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -16,6 +16,8 @@ from pydantic import BaseModel, ValidationError
 from xgram_dist.config.check import check
 from xgram_dist.config.schema import Config
 from xgram_dist.errors import UserError, nearest
+
+Checked = TypeVar("Checked", bound=BaseModel)
 
 
 class _Loader(yaml.SafeLoader):
@@ -44,7 +46,7 @@ for _class in (_Loader, _Dumper):
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
-    tree = _read(Path(recipe), ())
+    tree = read_tree(Path(recipe), "recipe")
     for override in overrides or []:
         _apply_override(tree, override)
     return build_config(tree)
@@ -52,13 +54,18 @@ def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Confi
 
 def build_config(tree: dict[str, Any]) -> Config:
     """A checked config from a plain tree (what YAML gives)."""
-    try:
-        # Through JSON, where strict mode takes a list for a tuple but never '5' for 5 or 1 for true.
-        config = Config.model_validate_json(json.dumps(tree, default=str))
-    except ValidationError as error:
-        raise UserError(_sentence(error)) from None
+    config = build_section(Config, tree, "recipe")
     check(config)
     return config
+
+
+def build_section(section: type[Checked], tree: dict[str, Any], kind: str) -> Checked:
+    """A plain tree as a section, each key checked; `kind` is what errors call the whole."""
+    try:
+        # Through JSON, where strict mode takes a list for a tuple but never '5' for 5 or 1 for true.
+        return section.model_validate_json(json.dumps(tree, default=str))
+    except ValidationError as error:
+        raise UserError(_sentence(error, section, kind)) from None
 
 
 def dump_config(config: Config) -> str:
@@ -68,31 +75,32 @@ def dump_config(config: Config) -> str:
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=False))
 
 
-def _read(path: Path, above: tuple[Path, ...]) -> dict[str, Any]:
+def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
+    """A YAML file and what it extends, merged; `kind` is what errors call it."""
     where = f" (extended by {above[-1]})" if above else ""
     if path.resolve() in above:
-        raise UserError(f"recipe '{path}' extends itself{where}; take out one of the two 'extends'")
+        raise UserError(f"{kind} '{path}' extends itself{where}; take out one of the two 'extends'")
     try:
         text = path.read_text(encoding="utf-8")
         tree = _parse(text)
     except OSError as error:
-        raise UserError(f"cannot read recipe '{path}'{where}: {error.strerror}{_similar_file(path)}") from None
+        raise UserError(f"cannot read {kind} '{path}'{where}: {error.strerror}{_similar_file(path)}") from None
     except UnicodeDecodeError:
-        raise UserError(f"recipe '{path}'{where} is not UTF-8 text") from None
+        raise UserError(f"{kind} '{path}'{where} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UserError(f"recipe '{path}'{where}{place}: not valid YAML: {problem}") from None
+        raise UserError(f"{kind} '{path}'{where}{place}: not valid YAML: {problem}") from None
     if not isinstance(tree, dict):
         found = "empty" if tree is None else f"a {type(tree).__name__}"
-        raise UserError(f"recipe '{path}'{where} is {found}; it must be a mapping of keys, such as 'name: first-run'")
+        raise UserError(f"{kind} '{path}'{where} is {found}; it must be a mapping of keys, such as 'name: first-run'")
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str):
-        raise UserError(f"recipe '{path}': extends = {base!r} must be the path of another recipe")
-    return _merge(_read(path.parent / base, (*above, path.resolve())), tree)
+        raise UserError(f"{kind} '{path}': extends = {base!r} must be the path of another {kind}")
+    return _merge(read_tree(path.parent / base, kind, (*above, path.resolve())), tree)
 
 
 def _parse(text: str) -> Any:
@@ -137,10 +145,10 @@ def _apply_override(tree: dict[str, Any], override: str) -> None:
     tree[last] = value
 
 
-def _sentence(error: ValidationError) -> str:
+def _sentence(error: ValidationError, section: type[BaseModel], kind: str) -> str:
     by_path: dict[tuple[str, ...], list[Any]] = {}
     for problem in error.errors(include_url=False):
-        by_path.setdefault(_location(problem["loc"]), []).append(problem)
+        by_path.setdefault(_location(problem["loc"], section), []).append(problem)
     # What is wrong inside a value says more than that the value is wrong.
     paths = [path for path in by_path if not any(path == other[: len(path)] != other for other in by_path)]
     # An unknown key is the likeliest slip, and often the cause of the others: say it first.
@@ -149,9 +157,9 @@ def _sentence(error: ValidationError) -> str:
     problem = by_path[path][0]
     key = ".".join(path)
     if not path:
-        text = f"the recipe cannot be read: {problem['msg']}"
+        text = f"the {kind} cannot be read: {problem['msg']}"
     elif problem["type"] == "extra_forbidden":
-        text = f"unknown key '{key}'{_nearest_key(path)}"
+        text = f"unknown key '{key}'{_nearest_key(path, section)}"
     elif problem["type"] == "missing":
         text = f"missing key '{key}'"
     elif problem["loc"][-1] == "[key]":
@@ -181,10 +189,10 @@ def _in_words(message: str) -> str:
     return words
 
 
-def _location(loc: tuple[int | str, ...]) -> tuple[str, ...]:
+def _location(loc: tuple[int | str, ...], section: type[BaseModel]) -> tuple[str, ...]:
     """The keys of a pydantic location: without the marks it adds for alternatives of a union."""
     path: list[str] = []
-    model: Any = Config
+    model: Any = section
     for part in loc:
         fields = getattr(model, "model_fields", None)
         if part == "[key]":
@@ -210,8 +218,8 @@ def _inner(annotation: Any) -> Any:
     return None
 
 
-def _nearest_key(path: tuple[str, ...]) -> str:
-    model: Any = Config
+def _nearest_key(path: tuple[str, ...], section: type[BaseModel]) -> str:
+    model: Any = section
     for part in path[:-1]:
         model = model["value"] if isinstance(model, dict) else _inner(model.model_fields[part].annotation)
     return nearest(path[-1], list(model.model_fields), prefix="".join(f"{part}." for part in path[:-1]))

@@ -69,9 +69,54 @@ class Outcome:
     dropped_tokens: int = 0
 
 
+@dataclass(frozen=True)
+class PartOutcome:
+    seconds: float
+    units: int  # of this part
+    units_kept: int = 0
+    new_tokens: int = 0
+
+
 def prepare(request: Request) -> Outcome:
     """Run the pipeline; a rerun continues where an interrupted one stopped."""
     started = time.monotonic()
+    stamps, given, key, there = _begin(request)
+    if there is not None:
+        return Outcome(there, time.monotonic() - started, already_there=True)
+    staging = request.out / STAGING
+    try:
+        with _only_one(staging):
+            return _prepare(request, stamps, given, key, staging, started)
+    except OSError as error:
+        raise disk_error(error, request.out) from error
+
+
+def prepare_part(request: Request, part: int, parts: int) -> PartOutcome:
+    """Every `parts`-th unit from the `part`-th on, beside the other parts. `prepare` merges when all are done."""
+    started = time.monotonic()
+    if not 0 <= part < parts:
+        raise UserError(f"--part {part}/{parts} is not K/N with K from 0 to N - 1")
+    if request.tokenizer is None or not request.sources:
+        raise UserError("--part needs --tokenizer FILE and --source or --mix, so that all parts work on the same")
+    stamps, tokenizer, _, there = _begin(request)
+    if there is not None:
+        return PartOutcome(time.monotonic() - started, 0)
+    assert tokenizer is not None
+    staging = request.out / STAGING
+    try:
+        with _only_one(staging, among_parts=True):
+            units, settings = _units(request, stamps, tokenizer)
+            mine = units[part::parts]
+            kept, new_tokens, _ = _tokenize(request, mine, settings, tokenizer, staging)
+            return PartOutcome(time.monotonic() - started, len(mine), kept, new_tokens)
+    except OSError as error:
+        raise disk_error(error, request.out) from error
+
+
+def _begin(
+    request: Request,
+) -> tuple[dict[str, list[tuple[Path, str]]], Tokenizer | None, str, Manifest | None]:
+    """The input files with stamps, the tokenizer if given, the digest of the request; and its result, if there."""
     _check(request)
     files = {source.name: find_files(source.path) for source in request.sources}
     stamps = {name: [(path, _stamp(path)) for path in paths] for name, paths in files.items()}
@@ -82,20 +127,18 @@ def prepare(request: Request) -> Outcome:
     if (out / MANIFEST).exists():
         manifest = read_manifest(out)
         if manifest.request == key and not request.overwrite:
-            return Outcome(manifest, time.monotonic() - started, already_there=True)
+            return stamps, given, key, manifest
         if not request.overwrite:
             raise UserError(
                 f"'{out}' holds a data set of other documents or settings; give another --out or --overwrite"
             )
     elif out.exists() and any(item.name != STAGING for item in out.iterdir()) and not (out / STAGING).exists():
         raise UserError(f"'{out}' is not empty and not a data set; give another --out")
-    staging = out / STAGING
     try:
-        staging.mkdir(parents=True, exist_ok=True)
-        with _only_one(staging):
-            return _prepare(request, stamps, given, key, staging, started)
+        (out / STAGING).mkdir(parents=True, exist_ok=True)
     except OSError as error:
         raise disk_error(error, out) from error
+    return stamps, given, key, None
 
 
 def _prepare(
@@ -111,14 +154,11 @@ def _prepare(
         stamps = _embedded(request, staging)
         weights = dict(corpus.WEIGHTS)
     tokenizer = given or _trained(request, stamps, key, staging)
-    settings = Settings(
-        tokenizer.sha256, tokenizer.end_of_text, tokenizer.vocabulary, request.chunk_tokens, request.validation
-    )
-    # Even pieces, by the size of the input alone: small enough to share out, large enough for full shards.
-    total = sum(estimated_text_bytes(path) for files in stamps.values() for path, _ in files)
-    unit_bytes = min(64_000_000, max(2_000_000, total // 64))
-    units = [unit for name, files in stamps.items() for unit in plan_units(name, files, settings, unit_bytes)]
-    kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, staging, list(weights))
+    units, settings = _units(request, stamps, tokenizer)
+    kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, staging)
+    lines.check()
+    if lines.documents == 0:
+        raise UserError(f"no document was found in {', '.join(weights)}: every file is empty")
     manifest, dropped = merge_units(request.out, units, settings, tokenizer, staging, weights, key)
     shutil.rmtree(staging, ignore_errors=True)
     return Outcome(
@@ -130,6 +170,18 @@ def _prepare(
         first_rejections=lines.first,
         dropped_tokens=dropped,
     )
+
+
+def _units(
+    request: Request, stamps: dict[str, list[tuple[Path, str]]], tokenizer: Tokenizer
+) -> tuple[list[Unit], Settings]:
+    settings = Settings(
+        tokenizer.sha256, tokenizer.end_of_text, tokenizer.vocabulary, request.chunk_tokens, request.validation
+    )
+    # Even pieces, by the size of the input alone: small enough to share out, large enough for full shards.
+    total = sum(estimated_text_bytes(path) for files in stamps.values() for path, _ in files)
+    unit_bytes = min(64_000_000, max(2_000_000, total // 64))
+    return [u for name, files in stamps.items() for u in plan_units(name, files, settings, unit_bytes)], settings
 
 
 def _check(request: Request) -> None:
@@ -185,11 +237,11 @@ def _request_key(request: Request, stamps: dict[str, list[tuple[Path, str]]], to
 
 
 @contextmanager
-def _only_one(staging: Path) -> Iterator[None]:
-    """One `prepare` at a time in a folder. The lock goes with the process, however it ends."""
+def _only_one(staging: Path, among_parts: bool = False) -> Iterator[None]:
+    """One `prepare` at a time in a folder, or any number of parts. The lock goes with the process, however it ends."""
     with open(staging / "lock", "w") as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, (fcntl.LOCK_SH if among_parts else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
             raise UserError(f"another `xgram-dist prepare` is writing to '{staging.parent}'; wait for it") from None
         yield
@@ -259,9 +311,9 @@ class _Lines:
 
 
 def _tokenize(
-    request: Request, units: list[Unit], settings: Settings, tokenizer: Tokenizer, staging: Path, names: list[str]
+    request: Request, units: list[Unit], settings: Settings, tokenizer: Tokenizer, staging: Path
 ) -> tuple[int, int, _Lines]:
-    """All units done; how many an earlier run had finished, the tokens of this one, the lines of both."""
+    """These units done; how many an earlier run had finished, the tokens of this one, the lines of both."""
     lines = _Lines(request.max_rejected)
     pending = []
     kept_bytes = 0.0
@@ -274,8 +326,10 @@ def _tokenize(
             kept_bytes += unit.input_bytes
         else:
             pending.append(unit)
+    keys = {unit.key for unit in pending}
     for leftover in (staging / "units").glob("*.tmp-*"):
-        shutil.rmtree(leftover, ignore_errors=True)
+        if leftover.name.partition(".tmp-")[0] in keys:  # the others may be another part's
+            shutil.rmtree(leftover, ignore_errors=True)
     new_tokens = 0
     total = sum(unit.input_bytes for unit in units)
     with Progress(total / 1e6, "MB", "preparing") as progress:
@@ -295,7 +349,4 @@ def _tokenize(
                     lines.check(_EARLY_LINES)
             finally:
                 reports.close()  # type: ignore[attr-defined]
-    lines.check()
-    if lines.documents == 0:
-        raise UserError(f"no document was found in {', '.join(names)}: every file is empty")
     return len(units) - len(pending), new_tokens, lines

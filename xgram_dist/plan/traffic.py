@@ -3,6 +3,7 @@
 Tokens count as independent draws. A token that occurs in a window is asked for once a slab and owner of its rows.
 """
 
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -10,8 +11,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgram_dist.config.schema import Config
-from xgram_dist.memory.layout import plan_slabs
+from xgram_dist.memory.layout import num_views, plan_slabs, routing_settings
 from xgram_dist.memory.placement import plan_placement
+from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.touched import expected_touched_share
 from xgram_dist.plan.exchange import Draw, Owners
@@ -45,3 +47,18 @@ class Traffic:
 def zipf(vocabulary: int) -> NDArray[np.float64]:
     """Where no frequencies are given: the n-th most frequent token is 1/n as frequent as the first."""
     return 1.0 / np.arange(1, vocabulary + 1)
+
+
+def assumed_traffic(config: Config) -> Callable[[int], Traffic | None]:
+    """By ranks of the data axis, with tokens by Zipf's law: close enough for memory. None without tables."""
+
+    def traffic_of(data_ranks: int) -> Traffic | None:
+        if config.memory.method == "vanilla":
+            return None
+        frequencies = zipf(config.model.vocabulary)
+        routing = None
+        if config.memory.compression < 1:
+            routing = build_routing(frequencies, routing_settings(config), num_views(config))
+        return Traffic(config, frequencies, routing, data_ranks)
+
+    return traffic_of

@@ -4,13 +4,11 @@ import torch
 
 from xgram_dist.config import Config
 from xgram_dist.errors import UserError
-from xgram_dist.memory.layout import num_views, routing_settings
-from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.plan.advice import advise
 from xgram_dist.plan.axes import Axes
 from xgram_dist.plan.layout import plan_layout
 from xgram_dist.plan.machine import Machine
-from xgram_dist.plan.traffic import Traffic, zipf
+from xgram_dist.plan.traffic import assumed_traffic
 
 CPU_WORDS = "DefaultCPUAllocator"
 
@@ -22,16 +20,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 def explained(config: Config, ranks: int, error: BaseException) -> UserError:
     """The failure as a user can act on it. Token frequencies are taken as Zipf's: close enough for memory."""
     axes = Axes.of(config, ranks)
-
-    def traffic_of(data_ranks: int) -> Traffic | None:
-        if config.memory.method == "vanilla":
-            return None
-        frequencies = zipf(config.model.vocabulary)
-        routing = None
-        if config.memory.compression < 1:
-            routing = build_routing(frequencies, routing_settings(config), num_views(config))
-        return Traffic(config, frequencies, routing, data_ranks)
-
+    traffic_of = assumed_traffic(config)
     layout = plan_layout(config, axes, Machine(), traffic_of(axes.data))
     parts = sorted((part for part in layout.parts if not part.host), key=lambda part: -part.bytes)
     needs = ", ".join(f"{part.key.replace('_', ' ')} {part.bytes / 2**30:,.2f}" for part in parts[:8])

@@ -252,3 +252,27 @@ def test_a_real_corpus_and_a_sentencepiece_model_go_through(run_prepare: Prepare
     outcome = run_prepare({"web": SHARED_DATA / "corpus" / "web_samples"}, tokenizer=model, chunk_tokens=4096)
     assert outcome.manifest.sources[0].documents == 560
     assert outcome.manifest.tokenizer_file == "tokenizer.model"
+
+
+def test_parts_side_by_side_then_merged_are_the_data_set_of_one_process(tmp_path: Path, bpe: Path) -> None:
+    raw = large_source(tmp_path / "raw")
+    words = ["--source", f"one={raw}", "--tokenizer", bpe, "--chunk-tokens", "64", "--workers", "1"]
+    parts = [subprocess.Popen(command(*words, "--out", tmp_path / "parts", "--part", f"{k}/2")) for k in range(2)]
+    assert [part.wait(120) for part in parts] == [0, 0]
+    assert not (tmp_path / "parts" / "dataset.json").exists()
+    merged = json.loads(subprocess.check_output(command(*words, "--out", tmp_path / "parts", "--json")))
+    assert merged["units_kept"] == merged["units"] > 2
+    assert main([*map(str, command(*words, "--out", tmp_path / "whole")[3:])]) == 0
+    assert tree(tmp_path / "parts") == tree(tmp_path / "whole")
+
+
+@pytest.mark.parametrize("part", ["2/2", "-1/2", "1", "a/b", "1/"])
+def test_a_part_that_is_none_is_refused(
+    tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str], part: str
+) -> None:
+    write_packed(tmp_path / "raw" / "a.jsonl", jsonl(make_texts(10, 0)))
+    words = ["--source", f"one={tmp_path / 'raw'}", "--tokenizer", str(bpe), "--out", str(tmp_path / "out")]
+    assert main(["prepare", *words, f"--part={part}"]) == 2
+    assert f"--part {part}" in capsys.readouterr().err.replace("'", "")
+    assert main(["prepare", "--train-bpe", "300", "--out", str(tmp_path / "out"), "--part", "0/2"]) == 2
+    assert "--part needs --tokenizer" in capsys.readouterr().err

@@ -1,0 +1,40 @@
+"""Stands for `python` in the jobs of these tests: training takes its time, and fails where it is told to.
+
+TEST_PACE       seconds added to every step, so that a test can strike in the middle of a run;
+                FIRST,LATER: of the job's first start and of later ones
+TEST_CRASH      RANK:STEP: that rank fails at that step, in every start
+
+`eval` only says what it was called with.
+"""
+
+import os
+import runpy
+import sys
+import time
+
+
+def pace() -> None:
+    from xgram_dist.train import loop
+
+    paces = os.environ.get("TEST_PACE", "0").split(",")
+    original, seconds = loop.train_step, float(paces[-1 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0])
+    rank, _, at = os.environ.get("TEST_CRASH", "").partition(":")
+
+    def step(*arguments):
+        time.sleep(seconds)
+        if at and int(rank) == int(os.environ["RANK"]) and int(at) == arguments[-1]:
+            raise RuntimeError("a fault of this test")
+        return original(*arguments)
+
+    loop.train_step = step
+
+
+words = [word for word in sys.argv[1:] if word != "-u"]
+assert words[0] == "-m"
+module, sys.argv = words[1], words[1:]
+if sys.argv[:2] == ["xgram_dist", "train"]:
+    pace()
+if sys.argv[:2] == ["xgram_dist", "eval"]:
+    print("evaluating", *sys.argv[2:])
+    sys.exit(0)
+runpy.run_module(module, run_name="__main__", alter_sys=True)

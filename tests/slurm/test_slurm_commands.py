@@ -1,0 +1,124 @@
+"""`submit`, `status` and `cancel` on a real Slurm: arrays, what follows a run, names that try to be commands."""
+
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+from cluster import wait_for
+from slurm_helpers import (
+    assert_same_weights,
+    log,
+    outcomes,
+    submit,
+    undisturbed,
+    wait_for_end,
+    wait_for_step,
+    write_recipe,
+    write_site,
+)
+
+from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.cli.main import main
+from xgram_dist.slurm.commands import job_state, run_command
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def test_an_array_of_three_seeds_trains_three_runs_and_evaluates_each_after_it(cluster, data, tmp_path):
+    recipe, folder = write_recipe(tmp_path, data), tmp_path / "sweep"
+    words = ["--site", write_site(tmp_path, pace=0), "--folder", str(folder), "--no-preflight"]
+    assert main(["submit", recipe, *words, "--array", "train.seed=0,1,2", "--then", "eval"]) == 0
+    expected = undisturbed(recipe, tmp_path / "one", 1, "train.seed=1")
+    runs = [folder / str(task) for task in range(3)]
+    for run in runs:
+        jobs = json.loads((run / "slurm" / "jobs.json").read_text())
+        assert wait_for_end(jobs["train"], run) == "COMPLETED", log(run)
+        wait_for(lambda jobs=jobs: job_state(jobs["eval"]) == "COMPLETED", 60)
+        said = (run / "slurm" / "eval.txt").read_text()
+        assert said == f"evaluating {run} --tasks paper\n"
+    names = [yaml.safe_load((run / "config.yaml").read_text())["name"] for run in runs]
+    assert names == [f"small-xgram-seed-{seed}" for seed in range(3)]
+    assert_same_weights(runs[1], expected)
+    with pytest.raises(AssertionError):
+        assert_same_weights(runs[2], expected)
+
+
+def test_cancel_saves_and_ends_and_submit_goes_on(cluster, data, tmp_path, capsys):
+    recipe, run, site = write_recipe(tmp_path, data), tmp_path / "run", write_site(tmp_path, pace=0.5)
+    job = submit(recipe, site, run)
+    wait_for_step(run, 2)
+    assert main(["submit", recipe, "--site", site, "--folder", str(run)]) == 2  # one job a run
+    assert f"already has job {job}, RUNNING" in capsys.readouterr().err
+    assert main(["status", str(run), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)[0]
+    assert (found["state"], found["job"], found["starts"][0]["outcome"]) == ("RUNNING", job, None)
+    assert found["step"] >= 2
+    assert main(["cancel", str(run)]) == 0
+    assert wait_for_end(job, run) == "CANCELLED", log(run)
+    assert outcomes(run) == ["stopped"]
+    step = found_steps(run)[-1]
+    assert 2 <= step < 12
+    assert main(["cancel", str(run)]) == 0
+    assert "has ended already (CANCELLED)" in capsys.readouterr().out
+    job = submit(recipe, site, run, "--follow")
+    captured = capsys.readouterr().out
+    assert f"going on after step {step}" in captured
+    assert "done after step 12" in captured
+    assert main(["status", str(run)]) == 0
+    said = capsys.readouterr().out
+    assert "COMPLETED" in said
+    assert f"start 2 on n1 after step {step}: training is complete" in said
+
+
+def test_a_folder_that_looks_like_commands_is_only_a_folder(cluster, data, tmp_path):
+    mark = tmp_path / "mark"
+    run = tmp_path / f'it\'s a "run" $(touch {mark.name}) `touch {mark.name}` ; touch {mark.name} & #é'
+    job = submit(write_recipe(tmp_path, data, steps=1), write_site(tmp_path, pace=0), run, "--no-preflight")
+    assert wait_for_end(job, run) == "COMPLETED", log(run)
+    assert not list(tmp_path.rglob("mark"))
+
+
+def test_torchrun_on_each_node_trains_the_same_run_through_a_signal(cluster, data, tmp_path):
+    recipe, run = write_recipe(tmp_path, data), tmp_path / "run"
+    job = submit(recipe, write_site(tmp_path, launcher="torchrun"), run, "--nodes", "2")
+    wait_for_step(run, 2)
+    run_command(["scancel", "--signal=USR1", "--batch", job])
+    expected = undisturbed(recipe, tmp_path / "expected", 2)
+    assert wait_for_end(job, run) == "COMPLETED", log(run)
+    assert outcomes(run) == ["stopped", "complete"]
+    assert "stopped after step" in log(run)
+    assert_same_weights(run, expected)
+
+
+def test_the_train_template_trains_without_submit(cluster, data, tmp_path):
+    recipe, run = write_recipe(tmp_path, data, steps=2), tmp_path / "run"
+    python = yaml.safe_load(Path(write_site(tmp_path, pace=0)).read_text())["python"]
+    options = ["--nodes=2", "--gres=none", f"--output={tmp_path}/log.txt", f"--chdir={ROOT}"]
+    variables = f"--export=ALL,RANKS=1,PYTHON={python},OMP_NUM_THREADS=1,PYTHONPATH={ROOT}"
+    script = str(ROOT / "slurm" / "train.sbatch")
+    job = run_command(["sbatch", "--parsable", *options, variables, script, str(run), recipe]).strip()
+    expected = undisturbed(recipe, tmp_path / "expected", 2)
+    wait_for(lambda: job_state(job) == "COMPLETED", 120, lambda: (tmp_path / "log.txt").read_text())
+    assert_same_weights(run, expected)
+
+
+@pytest.mark.parametrize("script", sorted((ROOT / "slurm" / "paper").glob("*.sbatch")), ids=lambda path: path.stem)
+def test_slurm_would_start_the_papers_scripts(cluster, script):
+    done = subprocess.run(["sbatch", "--test-only", str(script)], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    nodes = script.stem.split("-")[1]
+    assert f"nodes n[1-{nodes}]" in done.stderr
+
+
+def test_the_preflight_names_a_slow_node_among_three(cluster, data, tmp_path):
+    recipe, run = write_recipe(tmp_path, data, steps=1, global_batch=3), tmp_path / "run"
+    cluster.throttle("n2", "200mbit")
+    try:
+        job = submit(recipe, write_site(tmp_path, pace=0, sbatch=["--nodelist=n1,n2,n3"]), run, "--nodes", "3")
+        assert wait_for_end(job, run) == "COMPLETED", log(run)
+    finally:
+        cluster.unthrottle("n2")
+    assert "preflight: node n2 is slow" in log(run)
+    assert "node n1 is slow" not in log(run)

@@ -1,0 +1,159 @@
+"""The sbatch scripts of a run: text for people to read, with every value quoted.
+
+What is typed by a person (names, folders, options) reaches the shell only through `shlex.quote`, and Slurm's `#SBATCH`
+lines in the quotes that Slurm itself understands. Only `setup` of the site file is shell, and meant to be.
+"""
+
+import shlex
+from dataclasses import dataclass
+from pathlib import Path
+
+from xgram_dist.errors import UserError
+from xgram_dist.slurm.site import Site
+
+SAVE_SHARE = 0.8
+"""Of the site's save_seconds: after that, the job requeues with or without a checkpoint."""
+
+
+@dataclass(frozen=True)
+class Script:
+    """What a script is made of."""
+
+    name: str
+    folders: tuple[Path, ...]
+    """Run folders; more than one: an array, one task each."""
+    nodes: str
+    """N, or MIN-MAX."""
+    counts: tuple[int, ...]
+    """Numbers of nodes within it that the batch divides over."""
+    site: Site
+    directory: Path
+    """Where relative paths start."""
+    python: str
+    preflight: bool = True
+
+
+def train_script(script: Script) -> str:
+    site, array = script.site, len(script.folders) > 1
+    runs = [quote(str(folder)) for folder in script.folders]
+    log = f"{script.folders[0].parent}/%a/slurm/log.txt" if array else f"{script.folders[0]}/slurm/log.txt"
+    command = [" ".join(map(quote, (*site.container, script.python))) + " -m xgram_dist train"]
+    command += ['"$RUN/slurm/config.yaml"', '--folder "$RUN"']
+    command += [f"--preflight {site.bandwidth:g}"] if script.preflight else []
+    job = [
+        '--folder "$RUN"',
+        f"--ranks {site.ranks}",
+        f"--counts {','.join(map(str, script.counts))}",
+        f"--launcher {site.launcher}",
+    ]
+    job += [f"--restarts {site.restarts}", f"--restart-wait {site.restart_wait:g}"]
+    job += [f"--save-seconds {SAVE_SHARE * site.save_seconds:g}"]
+    job += [f"--node-suffix={quote(site.node_suffix)}"] if site.node_suffix else []
+    job += [f"--srun={quote(option)}" for option in site.srun]
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "# Made by `xgram-dist submit`. `sbatch` it again to go on with the run.",
+            *_options(script, script.nodes, site.ranks, site.gpus_per_node, log),
+            *_directive("array", f"0-{len(runs) - 1}" if array else None),
+            *_directive("requeue"),
+            *_directive("signal", f"B:USR1@{site.save_seconds}"),
+            "set -euo pipefail",
+            "",
+            *_surroundings(site),
+            *([f"RUNS=({' '.join(runs)})", "RUN=${RUNS[$SLURM_ARRAY_TASK_ID]}"] if array else [f"RUN={runs[0]}"]),
+            'export PYTHONPATH="$RUN/slurm/code"',
+            "",
+            "# Starts the ranks; requeues the job when they stopped or crashed; ends with 0 when training is complete.",
+            _lines([f"exec {_host_python(script)} -m xgram_dist.slurm.job", " ".join(job), "-- " + " ".join(command)]),
+            "",
+        ]
+    )
+
+
+def eval_script(script: Script) -> str:
+    """Evaluates the newest checkpoint of the run, on one GPU."""
+    site, run = script.site, script.folders[0]
+    command = " ".join([*map(quote, (*site.container, script.python)), "-m xgram_dist eval"])
+    return "\n".join(
+        [
+            "#!/bin/bash",
+            "# Made by `xgram-dist submit --then eval`.",
+            *_options(script, "1", 1, min(1, site.gpus_per_node), f"{run}/slurm/eval.txt", "-eval"),
+            *_directive("requeue"),
+            "set -euo pipefail",
+            "",
+            *_surroundings(site),
+            f"RUN={quote(str(run))}",
+            'export PYTHONPATH="$RUN/slurm/code"',
+            "",
+            f'exec {command} "$RUN" --tasks paper',
+            "",
+        ]
+    )
+
+
+def quote(word: str) -> str:
+    """For the shell; what no script can hold in one line is refused."""
+    if any(ord(letter) < 32 or ord(letter) == 127 for letter in word):
+        raise UserError(f"{word!r} holds a control character, which a job script cannot; choose another name")
+    return shlex.quote(word)
+
+
+def _options(script: Script, nodes: str, ranks: int, gpus: int, log: str, suffix: str = "") -> list[str]:
+    site = script.site
+    share = 1 if site.cpus_per_node is None else site.cpus_per_node // site.ranks
+    kind = f"gpu:{site.gpu_type}" if site.gpu_type else "gpu"
+    return [
+        *_directive("job-name", script.name + suffix),
+        *_directive("partition", site.partition),
+        *_directive("account", site.account),
+        *_directive("qos", site.qos),
+        *_directive("nodes", nodes),
+        # For Slurm, the ranks of a node are one task: a job that asks for more does not start again with fewer nodes.
+        *_directive("cpus-per-task", str(share * ranks)),
+        *_directive("gres", f"{kind}:{gpus}" if gpus else None),
+        *_directive("mem", site.memory_per_node),
+        *_directive("time", site.time),
+        *_directive("chdir", str(script.directory)),
+        *_directive("output", _log_pattern(log)),
+        *_directive("open-mode", "append"),
+        *(f"#SBATCH {quote(option)}" for option in site.sbatch),
+    ]
+
+
+def _directive(option: str, value: str | None = "") -> list[str]:
+    """A `#SBATCH` line; none where the value is None."""
+    if value is None:
+        return []
+    return [f"#SBATCH --{option}" + (f"={quote(value)}" if value else "")]
+
+
+def _log_pattern(path: str) -> str:
+    """Slurm replaces %a and its like in a log's name; a % or a backslash of the folder's own would not survive."""
+    if "\\" in path or "%" in path.replace("/%a/slurm/", "/"):
+        raise UserError(
+            f"the run folder '{path}' holds a '%' or a backslash, which Slurm changes in the name of a log; choose "
+            f"another with --folder"
+        )
+    return path
+
+
+def _surroundings(site: Site) -> list[str]:
+    variables = dict(site.environment)
+    if site.interface is not None:
+        variables |= {"NCCL_SOCKET_IFNAME": site.interface, "GLOO_SOCKET_IFNAME": site.interface}
+    return [
+        *([f"module load {' '.join(map(quote, site.modules))}"] if site.modules else []),
+        *site.setup,
+        *(f"export {name}={quote(value)}" for name, value in variables.items()),
+    ]
+
+
+def _host_python(script: Script) -> str:
+    """Outside the container, where Slurm's commands are."""
+    return "python3" if script.site.container else quote(script.python)
+
+
+def _lines(words: list[str]) -> str:
+    return " \\\n    ".join(words)
