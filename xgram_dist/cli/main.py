@@ -19,8 +19,12 @@ COMMANDS = {
     "route": "frequencies -> routing file (token -> table rows), with its layout and row-hit table",
     "plan": "what a recipe costs, without building it: parameters and FLOPs",
     "train": "train a recipe",
+    "eval": "benchmarks of lm-evaluation-harness on a checkpoint",
+    "perplexity": "perplexity of a checkpoint on prepared data, by source and by token frequency",
+    "generate": "text from a checkpoint",
+    "export": "a checkpoint as a Hugging Face folder",
     "report": "table and picture of one or more runs",
-    "bench": "benchmarks, side by side in one run: data, step",
+    "bench": "benchmarks, side by side in one run: data, step, generate",
 }
 
 

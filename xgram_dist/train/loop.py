@@ -202,9 +202,11 @@ class Trainer:
             "placement": "token",
             "table_optimizer": None if tables is None else tables.kind,
             "routing": None if self.routing is None else self.routing.sha256(),
+            "tokenizer": self.data.tokenizer_facts(),
             "config": dump_config(self.config),
         }
         files = [self.folder / ROUTING] if self.routing is not None else []
+        files += self.data.tokenizer_files()
         self._tell(self.saver.save(state, facts, files, wait=wait))
 
     def _tell(self, sentence: str | None) -> None:
