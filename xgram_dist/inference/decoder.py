@@ -188,6 +188,7 @@ class ShortConv(nn.Module):
 
 
 def _mixed(taps: list[Tensor], kernel: Tensor) -> Tensor:
+    kernel = kernel.to(taps[0].dtype)
     total = taps[0] * kernel[0]
     for tap, weight in zip(taps[1:], kernel[1:], strict=True):
         total = torch.addcmul(total, tap, weight)

@@ -22,11 +22,14 @@ class Sampling:
     """Among the likeliest tokens that come to this probability."""
 
 
+GREEDY = Sampling()
+
+
 def generate(
     model: Model,
     prompts: list[list[int]],
     max_tokens: int,
-    sampling: Sampling = Sampling(),
+    sampling: Sampling = GREEDY,
     generator: torch.Generator | None = None,
 ) -> Iterator[list[int]]:
     """The next token of every prompt, step by step; it ends where the context does. Whoever asks may stop earlier."""
@@ -51,8 +54,8 @@ def check_prompt(length: int, context: int) -> None:
         raise UserError("the prompt is empty; give at least one token")
     if length >= context:
         raise UserError(
-            f"the prompt has {length:,} tokens, but the model's context is {context:,} and has to hold what follows too; "
-            f"give at most {context - 1:,}"
+            f"the prompt has {length:,} tokens, but the model's context is {context:,} and has to hold what follows "
+            f"too; give at most {context - 1:,}"
         )
 
 

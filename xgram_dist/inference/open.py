@@ -1,7 +1,7 @@
 """From a checkpoint folder to a model that computes: the one way in for eval, export, generate and perplexity.
 
-`Checkpoint.find` reads the manifest and the tokenizer and checks them; nothing large is touched. `load` makes the network
-in one process from parts saved by any number of ranks, engine and tensor degree, and maps the tables.
+`Checkpoint.find` reads the manifest and the tokenizer and checks them; nothing large is touched. `load` makes the
+network in one process from parts saved by any number of ranks, engine and tensor degree, and maps the tables.
 """
 
 from dataclasses import dataclass
@@ -158,7 +158,7 @@ def _tokenizer(folder: Path, manifest: Manifest, given: str | Path | None) -> To
     path = folder / facts["file"] if given is None else Path(given)
     if given is None and facts["file"] not in manifest.files:
         raise UserError(
-            f"'{folder}' holds no tokenizer, since the data was read from afar; give the data set's with --tokenizer FILE"
+            f"'{folder}' holds no tokenizer: the data was read from afar; give the data set's with --tokenizer FILE"
         )
     found = load_tokenizer(path, facts["end_of_text_name"])
     if found.sha256 != facts["sha256"]:

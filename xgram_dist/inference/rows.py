@@ -181,16 +181,19 @@ class MappedTables:
         return found
 
     @torch.no_grad()
-    def rows(self, table: str, start: int, stop: int) -> tuple[Tensor, Tensor | None]:
-        """Global rows of one table, up to date [stop - start, W], and their gates."""
-        slab = next(slab for slab in self.slabs if table in slab.rows)
-        one = next(one for one in slab.slab.tables if one.name == table)
-        positions = self.positions[start:stop]
+    def rows(self, table: str, start: int, stop: int) -> Tensor:
+        """Global rows of one table, up to date [stop - start, W]."""
+        return self._global("rows", table, self.positions[start:stop])
+
+    @torch.no_grad()
+    def gates(self, table: str) -> Tensor:
+        """Gates of all its rows [S]."""
+        return self._global("gates", table, self.positions)
+
+    def _global(self, kind: str, name: str, positions: NDArray[Any]) -> Tensor:
+        slab = next(slab for slab in self.slabs if name in slab.rows)
+        table = next(table for table in slab.slab.tables if table.name == name)
         order = np.argsort(positions)
         ascending = positions[order]
-        back = torch.from_numpy(np.argsort(order))
-        rows = slab.settled("rows", one, ascending, slab.missed("rows", ascending)).index_select(0, back)
-        if slab.gates is None:
-            return rows, None
-        gates = slab.settled("gates", one, ascending, slab.missed("gates", ascending)).index_select(0, back)
-        return rows, gates
+        found = slab.settled(kind, table, ascending, slab.missed(kind, ascending))
+        return found.index_select(0, torch.from_numpy(np.argsort(order)))
