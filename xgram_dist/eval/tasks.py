@@ -3,8 +3,8 @@
     DIR/<task>/<split>.parquet      split: train, validation, test, dev; mmlu has a column `subject`
 
 A generated file includes the one of lm-eval, so that prompts, choices and metrics are its, and changes the number of
-shots and where the data comes from. A split that a task asks for and the folder does not have is left out; the task is
-then evaluated on validation, as lm-eval does with tasks without a test split.
+shots and where the data comes from. A task is evaluated on its test split, or on validation where the folder (or the
+task) has no test split; examples of a prompt come from the split that lm-eval takes them from.
 """
 
 import contextlib
@@ -20,8 +20,6 @@ import yaml
 
 from xgram_dist.errors import UserError, nearest
 from xgram_dist.eval.suite import PAPER, Benchmark
-
-SPLITS = {"training_split": "train", "validation_split": "validation", "test_split": "test", "fewshot_split": "train"}
 
 
 @dataclass(frozen=True)
@@ -109,6 +107,7 @@ def _write_mmlu(one: Benchmark, root: Path, data: Path | None, out: Path, cache:
             "num_fewshot": one.shots,
         }
         if local is not None:
+            tree["fewshot_split"] = "dev" if one.shots else None
             tree |= _source({split: folder / f"{subject}.parquet" for split, folder in local.items()}, cache)
         _dump(tree, out / f"mmlu_{subject}.yaml")
     group = {
@@ -140,20 +139,19 @@ def _split_subjects(folder: Path, shots: int, subjects: list[str], out: Path) ->
 
 
 def _local(config: dict[str, Any], folder: Path, task: str, shots: int, cache: Path) -> dict[str, Any]:
-    """The keys that make a task read parquet files."""
-    files, changed = {}, {}
-    for key in SPLITS:
-        split = config.get(key)
-        if split is None:
-            continue
-        if (folder / f"{split}.parquet").is_file():
-            files[split] = folder / f"{split}.parquet"
-        else:
-            changed[key] = None
-    if not files or not any(config.get(k) in files for k in ("validation_split", "test_split")):
-        _file(folder, config.get("test_split") or config.get("validation_split") or "validation", task)
-    if shots and not any(config.get(key) in files for key in ("fewshot_split", "training_split", "validation_split")):
-        _file(folder, config.get("fewshot_split") or config.get("training_split") or "train", task)
+    """The keys that make a task read parquet files: the split it is evaluated on, and the one examples come from."""
+
+    def there(*keys: str) -> str | None:
+        splits = [config[key] for key in keys if config.get(key) is not None]
+        found = next((split for split in splits if (folder / f"{split}.parquet").is_file()), None)
+        if found is None:
+            _file(folder, splits[0] if splits else "validation", task)
+        return found
+
+    scored = there("test_split", "validation_split")
+    examples = there("fewshot_split", "training_split", "validation_split") if shots else None
+    files = {split: _file(folder, split, task) for split in (scored, examples) if split is not None}
+    changed = {"test_split": scored, "validation_split": None, "training_split": None, "fewshot_split": examples}
     return changed | _source(files, cache)
 
 

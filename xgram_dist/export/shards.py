@@ -35,7 +35,7 @@ def write_shards(folder: Path, tensors: dict[str, Stream], wrote: Callable[[int]
         if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + stream.nbytes > SHARD_BYTES:
             shards.append({})
         shards[-1][name] = stream
-    where = {}
+    where: dict[str, str] = {}
     for number, shard in enumerate(shards, start=1):
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         _write(folder / file, shard, wrote)

@@ -82,8 +82,8 @@ def stock_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, Strea
         if name in OUTSIDE:
             streams[OUTSIDE[name]] = _parameter(reader, name, dtype)
         else:
-            _, layer, rest = name.split(".", 2)
-            streams[f"model.layers.{layer}.{STOCK[rest]}"] = _parameter(reader, name, dtype)
+            _, number, rest = name.split(".", 2)
+            streams[f"model.layers.{number}.{STOCK[rest]}"] = _parameter(reader, name, dtype)
     model = checkpoint.config.model
     for layer in range(model.layers):
         streams[f"model.layers.{layer}.mlp.gate.weight"] = _whole(torch.zeros(1, model.width, dtype=dtype))

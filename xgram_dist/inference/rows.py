@@ -110,10 +110,10 @@ class _MappedSlab:
         values = source[table.name].take(positions_R)
         if missed is None:
             return values
-        both = [self._moments[kind, table.name, moment].take(positions_R) for moment in ("first", "second")]
+        first, second = (self._moments[kind, table.name, one].take(positions_R) for one in ("first", "second"))
         if kind == "rows":
-            return self._settle[kind](values, *both, missed)
-        return self._settle[kind](values[:, None], *(moment[:, None] for moment in both), missed)[:, 0]
+            return self._settle[kind](values, first, second, missed)
+        return self._settle[kind](values[:, None], first[:, None], second[:, None], missed)[:, 0]
 
     def missed(self, kind: str, positions_R: NDArray[Any]) -> Any:
         if kind not in self._settle:

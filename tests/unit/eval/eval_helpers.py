@@ -10,6 +10,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
+import torch
 from train_helpers import WORDS
 
 _chooser = random.Random(3)
@@ -58,7 +59,7 @@ def accelerate_stand_in() -> Iterator[None]:
         pass
 
     class Accelerator:
-        num_processes = 1
+        num_processes, device = 1, torch.device("cpu")
 
         def __init__(self, **_: Any) -> None:
             pass

@@ -46,10 +46,12 @@ def harness(run: Path, batch_tokens: int = 256) -> HarnessModel:
 
 def hugging_face(run: Path, folder: Path) -> Any:
     export_hf(Checkpoint.find(run), folder, "fp32")
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    model = AutoModelForCausalLM.from_pretrained(str(folder), trust_remote_code=True)
     with accelerate_stand_in():
         from lm_eval.models.huggingface import HFLM
-
-        return HFLM(pretrained=str(folder), trust_remote_code=True, device="cpu", dtype="float32", batch_size=8)
+    return HFLM(pretrained=model, tokenizer=AutoTokenizer.from_pretrained(str(folder)), batch_size=8)
 
 
 def results(model: Any, benchmarks: Path, scratch: Path, shots: int | None = None) -> tuple[dict[str, Any], list[Any]]:
@@ -181,7 +183,7 @@ def test_benchmarks_that_cannot_be_fetched_are_one_sentence(tmp_path: Path, monk
         raise ConnectionError("Couldn't reach the hub")
 
     monkeypatch.setattr(datasets, "load_dataset", offline)
-    with pytest.raises(UserError, match="cannot be fetched from the Hugging Face hub .* give local parquet files"):
+    with pytest.raises(UserError, match=r"cannot be fetched from the Hugging Face hub .* give local parquet files"):
         load_tasks(["piqa"], None, tmp_path)
 
 
@@ -213,11 +215,47 @@ def test_the_average_is_over_the_papers_ten() -> None:
     assert made.scores["average"] == pytest.approx((100 + sum(10 * n for n in range(1, 10))) / 10)
 
 
-def test_all_real_benchmarks_are_read(request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_mmlu_is_asked_subject_by_subject_with_examples_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from xgram_dist.eval import tasks
+
+    subjects = ["anatomy", "virology"]
+    for split, count in (("dev", 6), ("test", 3)):
+        rows = [
+            {"question": f"{split} {subject} {n}", "subject": subject, "choices": list("wxyz"), "answer": n % 4}
+            for n in range(count)
+            for subject in subjects
+        ]
+        write(tmp_path / "data", "mmlu", split, rows)
+    original = tasks._split_subjects
+    monkeypatch.setattr(tasks, "_split_subjects", lambda folder, shots, _, out: original(folder, shots, subjects, out))
+    monkeypatch.setattr(Path, "glob", _only(subjects, Path.glob))
+    mmlu = next(one for one in PAPER if one.task == "mmlu")
+    monkeypatch.setattr(tasks, "PAPER", (mmlu,))
+    loaded = load_tasks(["paper"], tmp_path / "data", tmp_path / "scratch").loaded
+    assert sorted(loaded["tasks"]) == ["mmlu_anatomy", "mmlu_virology"]
+    task = loaded["tasks"]["mmlu_anatomy"]
+    task.build_all_requests(limit=1, rank=0, world_size=1)
+    prompt = task.instances[0].args[0]
+    assert [line for line in prompt.splitlines() if "anatomy " in line] == [
+        *(f"dev anatomy {n}" for n in range(5)),
+        "test anatomy 0",
+    ]
+
+
+def _only(subjects: list[str], original: Any) -> Any:
+    def glob(self: Path, pattern: str, **kwargs: Any) -> Any:
+        found = original(self, pattern, **kwargs)
+        return [file for file in found if file.stem[5:] in subjects] if pattern == "mmlu_*.yaml" else found
+
+    return glob
+
+
+def test_all_real_benchmarks_are_read(tmp_path: Path) -> None:
     folder = Path(__file__).resolve().parents[4] / "shared" / "data" / "eval"
     if not folder.is_dir():
         pytest.skip("needs eval in the folder shared/data beside the checkout")
-    # mmlu is 57 data sets, which take a quarter of a minute: one subject stands for them.
     tasks = load_tasks([one.task for one in PAPER if one.task != "mmlu"], folder, tmp_path).loaded["tasks"]
     counts = {name: len(task.eval_docs) for name, task in tasks.items()}
     assert counts == {

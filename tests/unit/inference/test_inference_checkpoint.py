@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 import torch
 from inference_helpers import recipe, some_tokens, trained, training_logits
-from ranks_helper import run_ranks
 
 from xgram_dist.errors import UserError
 from xgram_dist.inference.open import Checkpoint
@@ -48,26 +47,6 @@ def _vanilla_logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
     model = trainer.engine.model  # type: ignore[attr-defined]
     with torch.no_grad():
         return model(tokens, tokens, {}, torch.tensor(1.0)) @ model.head.weight.T
-
-
-def _train(ranks, config, folder):
-    torch.set_num_threads(1)
-    assert Trainer(config, folder, fresh=False, ranks=ranks).run() == 0
-
-
-def test_a_checkpoint_of_four_ranks_and_two_columns_is_the_same_model(data: Path, tmp_path: Path) -> None:
-    config = recipe(data, "all", memory={"optimizer": "catch_up"})
-    trainer = trained(config, tmp_path / "one")
-    spread = config.model_copy(update={"parallel": config.parallel.model_copy(update={"tensor": 2, "engine": "hsdp"})})
-    run_ranks(_train, 4, spread, tmp_path / "four")
-    tokens = some_tokens(config, 2, config.model.sequence_length)
-    checkpoint = Checkpoint.find(tmp_path / "four")
-    assert checkpoint.manifest.run["data_ranks"] == checkpoint.manifest.run["tensor"] == 2
-    model = checkpoint.load(CPU)
-    # What two layouts train differs by rounding, and so does this.
-    torch.testing.assert_close(
-        model.logits(model.hidden(tokens)), training_logits(trainer, tokens), rtol=1e-3, atol=1e-3
-    )
 
 
 def test_what_is_no_checkpoint_is_refused_in_one_sentence(data: Path, tmp_path: Path) -> None:
