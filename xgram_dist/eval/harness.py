@@ -83,7 +83,14 @@ class HarnessModel(TemplateLM):  # type: ignore[misc]
             until = handle_stop_sequences(settings["until"], eos=self._tokenizer.decode([self.eot_token_id]))
             prompt = self.tok_encode(text)[-(self._context - most) :] or [self.eot_token_id]
             asked.append(
-                (most, float(settings["temperature"]), float(settings.get("top_p", 1.0)), prompt, until, number)
+                (
+                    most,
+                    float(settings.get("temperature", 0.0)),
+                    float(settings.get("top_p", 1.0)),
+                    prompt,
+                    until,
+                    number,
+                )
             )
         # Alike settings together, long prompts first.
         asked.sort(key=lambda one: (one[:3], -len(one[3])))
