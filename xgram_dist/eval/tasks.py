@@ -35,18 +35,17 @@ def load_tasks(wanted: list[str], data: Path | None, folder: Path, shots: int | 
     """`folder`: where task files and what `datasets` makes of the data are written. All that can be wrong with names
     and data is said here, before a model is loaded."""
     known = {one.task: one for one in PAPER if one.averaged or not one.shots}
-    chosen: list[Benchmark] = []
+    # What is in the suite is asked with the suite's shots, though it be named once more.
+    chosen: list[Benchmark] = list(PAPER) if "paper" in wanted else []
     others: list[str] = []
     for name in dict.fromkeys(wanted):
-        if name == "paper":
-            chosen += PAPER
-        elif name in known:
+        if name in known and "paper" not in wanted:
             chosen.append(Benchmark(name, name, shots or 0, known[name].file))
-        else:
+        elif name != "paper" and name not in known:
             others.append(name)
     if data is not None and not data.is_dir():
         raise UserError(f"--data '{data}' is not a folder; it should hold <task>/<split>.parquet")
-    _check_names(others, data)
+    _check_names(others)
     _quiet()
     from lm_eval import tasks as library
 
@@ -173,7 +172,7 @@ def _file(folder: Path, split: str, task: str) -> Path:
     return file
 
 
-def _check_names(names: list[str], data: Path | None) -> None:
+def _check_names(names: list[str]) -> None:
     if not names:
         return
     valid = [*sorted({"paper", *(one.task for one in PAPER)})]
