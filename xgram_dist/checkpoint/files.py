@@ -41,6 +41,8 @@ class DamagedFileError(UserError):
 
 def write_tensors(path: Path, tensors: dict[str, Tensor], lines: Lines | None = None) -> dict[str, int]:
     """Write, flush to the disk; the checksum of each tensor. `lines` are told how far it is."""
+    # The widest types first: then every tensor lies where its type wants it, and can be used through the map.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
     header: dict[str, Any] = {}
     end = 0
     for key, tensor in tensors.items():

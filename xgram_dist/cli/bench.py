@@ -8,6 +8,7 @@ from xgram_dist.errors import UserError
 
 EXAMPLES = """
   xgram-dist bench step               X-gram's training step against vanilla's
+  xgram-dist bench generate           X-gram's time a generated token, tables mapped from files, against vanilla's
   xgram-dist bench data --json        prepare against bare tokenisation; loader against what training consumes
   xgram-dist bench data --corpus FOLDER --tokenizer tokenizer.json
   xgram-dist bench checkpoint --json --folder /scratch       saves and loads against plain files of the same size
@@ -17,10 +18,15 @@ EXAMPLES = """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["checkpoint", "data", "engine", "exchange", "step"], help="which benchmark")
+    names = ["checkpoint", "data", "engine", "exchange", "generate", "step"]
+    parser.add_argument("what", choices=names, help="which benchmark")
     parser.add_argument("--json", action="store_true", help="print as JSON")
-    parser.add_argument("--rounds", type=int, help="how often the sides take turns (default: step 12, others 3)")
-    parser.add_argument("--vocabulary", type=int, default=32768, help="step, engine: vocabulary (default 32768)")
+    parser.add_argument(
+        "--rounds", type=int, help="how often the sides take turns (default: step 12, generate 15, others 3)"
+    )
+    parser.add_argument(
+        "--vocabulary", type=int, default=32768, help="step, generate, engine: vocabulary (default 32768)"
+    )
     parser.add_argument("--no-compile", action="store_true", help="step: without torch.compile")
     parser.add_argument("--corpus", help="data: documents to tokenise (default: the embedded corpus)")
     parser.add_argument("--tokenizer", help="data: tokenizer file (default: one trained on the corpus)")
@@ -58,6 +64,13 @@ def run(args: argparse.Namespace) -> int:
         from xgram_dist.bench.checkpoint import run_checkpoint_benchmark
 
         figures = run_checkpoint_benchmark(args.ranks[0], rounds, None if args.folder is None else Path(args.folder))
+    elif args.what == "generate":
+        rounds = 15 if args.rounds is None else args.rounds
+        if rounds < 2:
+            raise UserError(f"--rounds {rounds} is too few; quartiles need at least 2")
+        from xgram_dist.bench.generate import run_generate_benchmark
+
+        figures = run_generate_benchmark(rounds, 32, args.vocabulary)
     elif args.what == "exchange":
         return _exchange(args)
     elif args.what == "engine":

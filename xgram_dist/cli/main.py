@@ -22,8 +22,12 @@ COMMANDS = {
     "submit": "train a recipe, or an array of them, as a Slurm job",
     "status": "what the Slurm job of a run is doing",
     "cancel": "end the Slurm job of a run, with a checkpoint",
+    "eval": "benchmarks of lm-evaluation-harness on a checkpoint",
+    "perplexity": "perplexity of a checkpoint on prepared data, by source and by token frequency",
+    "generate": "text from a checkpoint",
+    "export": "a checkpoint as a Hugging Face folder",
     "report": "table and picture of one or more runs",
-    "bench": "benchmarks, side by side in one run: checkpoint, data, engine, exchange, step",
+    "bench": "benchmarks, side by side in one run: checkpoint, data, engine, exchange, generate, step",
 }
 
 

@@ -232,6 +232,19 @@ class CheckpointConfig(Section):
     """Go on training while files are written, from a copy of the state."""
 
 
+class EvalConfig(Section):
+    """Benchmarks of lm-evaluation-harness in the course of training, on the run's own ranks and tables."""
+
+    every: NotNegative = 0
+    """Steps between evaluations; there is one at the end too. 0: none."""
+    tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("paper",)
+    """Names of tasks; paper is the paper's suite with its shots."""
+    limit: Positive | None = 100
+    """Documents of each task; without it, all."""
+    data: str | None = None
+    """Folder of <task>/<split>.parquet; without it, tasks are fetched from the Hugging Face hub."""
+
+
 class TrainConfig(Section):
     """The run."""
 
@@ -281,4 +294,5 @@ class Config(Section):
     data: DataConfig = DataConfig()
     parallel: ParallelConfig = ParallelConfig()
     checkpoint: CheckpointConfig = CheckpointConfig()
+    eval: EvalConfig = EvalConfig()
     train: TrainConfig = TrainConfig()

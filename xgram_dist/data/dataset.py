@@ -218,9 +218,12 @@ class _CacheLimit:
 class PreparedData:
     """One split of a prepared data set."""
 
-    def __init__(self, manifest: Manifest, split: str, readers: list[_SourceReader], folder: Path):
+    def __init__(
+        self, manifest: Manifest, split: str, readers: list[_SourceReader], folder: Path, origin: str | None = None
+    ):
+        """`origin`: where `folder` is filled from."""
         self.manifest, self.split, self.folder = manifest, split, folder
-        self._readers = readers
+        self._readers, self._origin = readers, origin
 
     @classmethod
     def open(
@@ -263,11 +266,28 @@ class PreparedData:
                 raise UserError(f"cannot write to '{place}': {error.strerror}; give another cache folder") from error
             address = None if origin is None else f"{origin}/{split}/{source.name}"
             readers.append(_SourceReader(place, address, manifest, number, split, limit))
-        return cls(manifest, split, readers, folder)
+        return cls(manifest, split, readers, folder, origin)
 
     @property
     def fingerprint(self) -> str:
         return self.manifest.fingerprint
+
+    def tokenizer_facts(self) -> dict[str, Any]:
+        """What a checkpoint says of the tokenizer."""
+        manifest = self.manifest
+        return {
+            "file": manifest.tokenizer_file,
+            "sha256": manifest.tokenizer_sha256,
+            "end_of_text_name": manifest.end_of_text_name,
+        }
+
+    def tokenizer_files(self) -> list[Path]:
+        """The tokenizer's file; none where it cannot be had."""
+        file = self.folder / self.manifest.tokenizer_file
+        if not file.exists() and self._origin is not None:
+            with contextlib.suppress(UserError):
+                _download(f"{self._origin}/{self.manifest.tokenizer_file}", file)
+        return [file] if file.exists() else []
 
     @property
     def source_names(self) -> list[str]:

@@ -101,6 +101,28 @@ def chunked_cross_entropy(
     return loss, cross_entropy
 
 
+@torch.no_grad()
+def token_scores(
+    hidden: Tensor, weight_VD: Tensor, labels_BT: Tensor, chunk: int, axis: TensorAxis
+) -> tuple[Tensor, Tensor]:
+    """[B, T]: the log-likelihood of each label (0 where there is none), and whether no token is likelier."""
+    hidden_BTD = enter_layer(hidden, axis)
+    flat, labels = hidden_BTD.reshape(-1, hidden_BTD.shape[-1]), labels_BT.reshape(-1)
+    weight = weight_VD.to(flat.dtype)
+    likelihood, likeliest = wide(flat.new_zeros(len(labels))), torch.zeros_like(labels, dtype=torch.bool)
+    for start in range(0, len(labels), chunk):
+        part = slice(start, start + chunk)
+        index, mine = in_part(labels[part], weight.shape[0], axis)
+        logits = wide(flat[part] @ weight.t())
+        at_label = torch.where(mine, logits.gather(1, index[:, None])[:, 0], 0.0)
+        largest = all_reduce(logits.amax(-1), axis, "max")
+        total, at_label = all_reduce(torch.stack((logits.sub_(largest[:, None]).exp_().sum(-1), at_label)), axis)
+        valid = labels[part] != IGNORED
+        likelihood[part] = torch.where(valid, at_label - total.log() - largest, 0.0)
+        likeliest[part] = at_label >= largest
+    return likelihood.view_as(labels_BT), likeliest.view_as(labels_BT)
+
+
 class Head(nn.Module):
     """From hidden states to the loss: a module of its own, so that an engine can gather its weight around it."""
 
@@ -108,6 +130,11 @@ class Head(nn.Module):
         super().__init__()
         self.weight = sharded((vocabulary, width), 0, axis)
         self.z_loss, self.chunk, self.axis = z_loss, chunk, axis
+        self.keeps_scores = False
+        """For evaluation: leave `token_scores` in `scores`, since an engine hands out the loss alone."""
+        self.scores: tuple[Tensor, Tensor] | None = None
 
     def forward(self, hidden: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+        if self.keeps_scores:
+            self.scores = token_scores(hidden, self.weight, labels_BT, self.chunk, self.axis)
         return chunked_cross_entropy(hidden, self.weight, labels_BT, self.z_loss, self.chunk, self.axis)

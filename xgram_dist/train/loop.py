@@ -32,6 +32,7 @@ from xgram_dist.parallel.ranks import Ranks
 from xgram_dist.train.agree import check_agreement
 from xgram_dist.train.ahead import Planned, PlannedSteps
 from xgram_dist.train.build import build_lookup, build_model
+from xgram_dist.train.evaluation import build_evaluation
 from xgram_dist.train.exchange import exchange_figures
 from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder, save_weights
 from xgram_dist.train.footprint import footprint
@@ -90,6 +91,7 @@ class Trainer:
         share = touched_share(config, self.data, routing)
         self.optimizer = Optimizer(config, self.engine, self.lookup, self.mesh, share)
         self.routing = routing
+        self.evaluation = build_evaluation(config, self.mesh, self.engine, self.lookup, self.data)
         self.saver = Saver(folder, config.checkpoint, self.ranks, lease)
         self.position = self.start = self.skipped = self.skipped_in_a_row = 0  # position: global sequences trained on
         if not fresh:
@@ -137,9 +139,13 @@ class Trainer:
                         self._save(step, wait=False)
                     if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                         self._validate(step)
+                    if self.evaluation is not None and (step % self.config.eval.every == 0 or step == train.steps):
+                        self._evaluate(step)
                 return self._finish(step, stopped)
         finally:
             self.steps.finish()
+            if self.evaluation is not None:
+                self.evaluation.close()
             self.saver.close()
             self.lookup.close()
             self.engine.close()
@@ -210,9 +216,11 @@ class Trainer:
             "placement": "token",
             "table_optimizer": None if tables is None else tables.kind,
             "routing": None if self.routing is None else self.routing.sha256(),
+            "tokenizer": self.data.tokenizer_facts(),
             "config": dump_config(self.config),
         }
         files = [self.folder / ROUTING] if self.routing is not None else []
+        files += self.data.tokenizer_files()
         return self._tell(self.saver.save(state, facts, files, wait=wait))
 
     def _tell(self, ended: list[Saved]) -> bool:
@@ -256,6 +264,14 @@ class Trainer:
         self._say(f"step {step}: validation loss {entropy:.4f}, perplexity {perplexity(entropy):.3f}")
         self.interval.pause(time.monotonic() - start)
         return entropy
+
+    def _evaluate(self, step: int) -> None:
+        assert self.evaluation is not None
+        start = time.monotonic()
+        scores, sentence = self.evaluation.run(warmup_factor(self.config, step))
+        self._record("eval", step, **scores)
+        self._say(f"step {step}: {sentence}")
+        self.interval.pause(time.monotonic() - start)
 
     def _finish(self, step: int, stopped: bool) -> int:
         rate = self.interval.overall()  # before the weights are written, which is not training

@@ -205,12 +205,18 @@ def _caught_up(
     root_eps: float,
     smallest: float,
 ) -> Tensor:
-    """The same, of gathered rows, as one expression for a compiler."""
-    values, first, second = values_SW[rows_R], first_SW[rows_R], second_SW[rows_R]
-    inverse = 1 / (torch.sqrt(second + smallest) + missed.floor_R1)
+    """The same, of rows to be gathered, as one expression for a compiler."""
+    return caught_up(values_SW[rows_R], first_SW[rows_R], second_SW[rows_R], missed, root_eps, smallest)
+
+
+def caught_up(
+    values_RW: Tensor, first_RW: Tensor, second_RW: Tensor, missed: Missed, root_eps: float, smallest: float
+) -> Tensor:
+    """The same, of rows that were gathered."""
+    inverse = 1 / (torch.sqrt(second_RW + smallest) + missed.floor_R1)
     z = missed.shift_R1 + root_eps * torch.sqrt(inverse)
     *lower, highest = missed.coefficients_RN.split(1, dim=1)
     total = highest
     for coefficient_R1 in reversed(lower):
         total = coefficient_R1 + total * z
-    return values + (values * missed.decay_R1 + total * first * inverse)
+    return values_RW + (values_RW * missed.decay_R1 + total * first_RW * inverse)

@@ -1,0 +1,1 @@
+"""Checkpoints for other people's tools."""

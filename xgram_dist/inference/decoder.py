@@ -1,0 +1,370 @@
+"""The network at inference: the training model's arithmetic, with a cache, for one process.
+
+In: tokens [B,T], the row of each token among the retrieved vectors (slots [B,T]), those vectors by table name, and what
+earlier calls left in a cache. Out: hidden states [B,T,D]; `logits` makes [B,T,V] of them. Parameters have the names of
+the training model. This file needs torch alone: an exported Hugging Face folder holds a copy of it.
+
+Two things are remembered of a sequence: keys and values of attention, and, for the short convolutions, the last k - 1
+retrieved vectors of each view. Rows of a batch may be padded at the left (`real` says which tokens count).
+Shapes: B batch, P positions in the cache, T new ones, D width, C key/value width, H heads, G key/value heads, K head
+width, W width of a site, U distinct tokens, V vocabulary.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+CONV_EPS = 1e-5
+PADDING, BEFORE = -1, -2
+"""Document numbers of padding, and of what lies before the sequence."""
+
+
+@dataclass(frozen=True)
+class Injection:
+    """One site of one layer."""
+
+    layer: int
+    site: str
+    width: int
+    views: int
+    taps: tuple[int, ...]
+    """Length of each convolution: one a view, one for all, or none."""
+    scale: float
+    """All factors that are no parameters: depth, number of views, warm-up."""
+
+    def table(self, view: int) -> str:
+        return f"layers.{self.layer}.{self.site}.{view}"
+
+
+@dataclass(frozen=True)
+class Spec:
+    """What a decoder is; `dataclasses.asdict` and `Spec.of` go through JSON."""
+
+    vocabulary: int
+    layers: int
+    width: int
+    ffn_width: int
+    heads: int
+    kv_heads: int
+    context: int
+    """Longest sequence it was trained with."""
+    rope_theta: float
+    norm_eps: float
+    injections: tuple[Injection, ...] = ()
+    normalised: bool = True
+    """Convolutions read normalised vectors."""
+    gated: bool = True
+    """Convolutions have a gate branch."""
+    document_end: int | None = None
+    """Token across which nothing looks; None: documents do not matter."""
+
+    @staticmethod
+    def of(tree: Mapping[str, Any]) -> "Spec":
+        sites = tuple(Injection(**{**site, "taps": tuple(site["taps"])}) for site in tree["injections"])
+        return Spec(**{**tree, "injections": sites})
+
+
+class Recent:
+    """What the short convolutions remember: the last vectors of each view, and which document a position is of."""
+
+    def __init__(self) -> None:
+        self.recent: dict[str, Tensor] = {}
+        self.documents: Tensor | None = None
+        """[B, P], where documents or padding matter."""
+        self.next_document: Tensor | None = None
+
+    def window(self, name: str, new_BTW: Tensor, reach: int) -> Tensor:
+        """The new vectors with the `reach` before them [B, reach + T, W]; zeros before the sequence."""
+        before = self.recent.get(name)
+        whole = F.pad(new_BTW, (0, 0, reach, 0)) if before is None else torch.cat((before, new_BTW), 1)
+        self.recent[name] = whole[:, whole.shape[1] - reach :]
+        return whole
+
+
+class Cache(Recent):
+    """Keys and values too, in buffers that grow by doubling."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.length = 0
+        self._buffers: list[tuple[Tensor, Tensor]] = []
+        self._lengths: list[int] = []
+
+    def get_seq_length(self) -> int:
+        return self.length
+
+    def update(self, keys_BGTK: Tensor, values_BGTK: Tensor, layer: int) -> tuple[Tensor, Tensor]:
+        """Add new positions; all of the layer so far."""
+        new = keys_BGTK.shape[2]
+        if layer == len(self._buffers):
+            self._buffers.append((keys_BGTK, values_BGTK))
+            self._lengths.append(0)
+        start = self._lengths[layer]
+        end = start + new
+        if start and end > self._buffers[layer][0].shape[2]:
+            room = max(end, 2 * start) - start
+            self._buffers[layer] = tuple(  # type: ignore[assignment]
+                F.pad(buffer[:, :, :start], (0, 0, 0, room)) for buffer in self._buffers[layer]
+            )
+        keys, values = self._buffers[layer]
+        if start:
+            keys[:, :, start:end], values[:, :, start:end] = keys_BGTK, values_BGTK
+        self._lengths[layer] = end
+        self.length = max(self.length, end)
+        return keys[:, :, :end], values[:, :, :end]
+
+
+def wide(x: Tensor) -> Tensor:
+    return x if x.dtype == torch.float64 else x.float()
+
+
+class RMSNorm(nn.Module):
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        x_wide = wide(x)
+        scale = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + self.eps)
+        return (x_wide * scale * wide(self.weight)).to(x.dtype)
+
+
+def linear(inputs: int, outputs: int) -> nn.Linear:
+    return nn.Linear(inputs, outputs, bias=False)
+
+
+@dataclass
+class Positions:
+    """Where the new tokens stand."""
+
+    cos: Tensor
+    sin: Tensor
+    mask: Tensor | None
+    """[B,1,T,P+T] or [T,P+T]: who may attend to whom; None: to all before, and itself."""
+    documents: Tensor | None
+    """[B, P+T]"""
+    slots: Tensor
+
+
+class ShortConv(nn.Module):
+    """out = e + content * SiLU(gate), both convolutions causal and depthwise; tap 0 is the current position."""
+
+    def __init__(self, width: int, taps: int, gated: bool, normalised: bool):
+        super().__init__()
+        self.taps, self.normalised = taps, normalised
+        self.content = nn.Parameter(torch.zeros(taps, width))
+        self.gate = nn.Parameter(torch.zeros(taps, width)) if gated else None
+        self.gate_bias = nn.Parameter(torch.zeros(width)) if gated else None
+
+    def forward(self, name: str, values_UW: Tensor, at: Positions, cache: Recent | None) -> Tensor:
+        e = F.embedding(at.slots, values_UW)
+        n = e
+        if self.normalised:
+            n = e * F.embedding(at.slots, torch.rsqrt(values_UW.square().mean(-1, keepdim=True) + CONV_EPS))
+        reach, new = self.taps - 1, e.shape[1]
+        whole = F.pad(n, (0, 0, reach, 0)) if cache is None else cache.window(name, n, reach)
+        if new == 1 and at.documents is None:
+            content = (whole * self.content.flip(0)).sum(1, keepdim=True)
+            gate = None if self.gate is None else (whole * self.gate.flip(0)).sum(1, keepdim=True)
+        else:
+            taps = [whole[:, reach - j : reach - j + new] for j in range(self.taps)]
+            if at.documents is not None:
+                around = F.pad(at.documents, (reach, 0), value=BEFORE)[:, -(reach + new) :]
+                taps = [
+                    tap * (around[:, reach - j : reach - j + new] == around[:, reach:])[..., None]
+                    for j, tap in enumerate(taps)
+                ]
+            content = _mixed(taps, self.content)
+            gate = None if self.gate is None else _mixed(taps, self.gate)
+        if gate is None:
+            return e + content
+        assert self.gate_bias is not None
+        return e + content * F.silu(gate + self.gate_bias)
+
+
+def _mixed(taps: list[Tensor], kernel: Tensor) -> Tensor:
+    kernel = kernel.to(taps[0].dtype)
+    total = taps[0] * kernel[0]
+    for tap, weight in zip(taps[1:], kernel[1:], strict=True):
+        total = torch.addcmul(total, tap, weight)
+    return total
+
+
+class Site(nn.Module):
+    """The weighted sum of a site's views."""
+
+    def __init__(self, injection: Injection, spec: Spec):
+        super().__init__()
+        self.injection = injection
+        self.gain = nn.Parameter(torch.ones(injection.views))
+        self.extractors = nn.ModuleList(
+            ShortConv(injection.width, taps, spec.gated, spec.normalised) for taps in injection.taps
+        )
+
+    def forward(self, values: Mapping[str, Tensor], at: Positions, cache: Recent | None, dtype: torch.dtype) -> Tensor:
+        total: Tensor | None = None
+        factors = self.gain * self.injection.scale
+        for view in range(self.injection.views):
+            name = self.injection.table(view)
+            if len(self.extractors):
+                out = self.extractors[view % len(self.extractors)](name, values[name], at, cache)
+            else:
+                out = F.embedding(at.slots, values[name])
+            total = out * factors[view] if total is None else total + out * factors[view]
+        assert total is not None
+        return total.to(dtype)
+
+
+class Attention(nn.Module):
+    """Grouped-query, with QK-norm over the whole width; what is injected is added before the norm."""
+
+    def __init__(self, spec: Spec, layer: int):
+        super().__init__()
+        self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
+        self.head_width = spec.width // spec.heads
+        kv_width = spec.kv_heads * self.head_width
+        self.query, self.key = linear(spec.width, spec.width), linear(spec.width, kv_width)
+        self.value, self.output = linear(spec.width, kv_width), linear(spec.width, spec.width)
+        self.query_norm, self.key_norm = RMSNorm(spec.width, spec.norm_eps), RMSNorm(kv_width, spec.norm_eps)
+
+    def forward(self, x_BTD: Tensor, deltas: Mapping[str, Tensor], at: Positions, cache: Any) -> Tensor:
+        q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
+        if "q" in deltas:
+            per_head = deltas["q"].unflatten(-1, (self.kv_heads, self.head_width))
+            q = q + per_head.repeat_interleave(self.heads // self.kv_heads, dim=2).flatten(2)
+        if "k" in deltas:
+            k = k + deltas["k"]
+        if "v" in deltas:
+            v = v + deltas["v"]
+        q = self._rotated(self.query_norm(q), self.heads, at)
+        k = self._rotated(self.key_norm(k), self.kv_heads, at)
+        v = v.unflatten(-1, (self.kv_heads, self.head_width)).transpose(1, 2)
+        if cache is not None:
+            k, v = cache.update(k, v, self.layer)
+        mixed = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=at.mask,
+            is_causal=at.mask is None and q.shape[2] > 1,
+            enable_gqa=self.heads != self.kv_heads,
+        )
+        out = self.output(mixed.transpose(1, 2).flatten(2))
+        return out + deltas["o"] if "o" in deltas else out
+
+    def _rotated(self, x_BTC: Tensor, heads: int, at: Positions) -> Tensor:
+        first, second = wide(x_BTC.unflatten(-1, (heads, self.head_width)).transpose(1, 2)).chunk(2, dim=-1)
+        turned = (first * at.cos - second * at.sin, second * at.cos + first * at.sin)
+        return torch.cat(turned, dim=-1).to(x_BTC.dtype)
+
+
+class SwiGLU(nn.Module):
+    def __init__(self, width: int, inner: int):
+        super().__init__()
+        self.gate, self.up, self.down = linear(width, inner), linear(width, inner), linear(inner, width)
+
+    def forward(self, x_BTD: Tensor) -> Tensor:
+        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+
+
+class Block(nn.Module):
+    """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x)."""
+
+    def __init__(self, spec: Spec, layer: int):
+        super().__init__()
+        self.attention_norm = RMSNorm(spec.width, spec.norm_eps)
+        self.attention = Attention(spec, layer)
+        self.ffn_norm = RMSNorm(spec.width, spec.norm_eps)
+        self.ffn = SwiGLU(spec.width, spec.ffn_width)
+        self.sites = nn.ModuleDict({i.site: Site(i, spec) for i in spec.injections if i.layer == layer})
+
+    def forward(self, x: Tensor, values: Mapping[str, Tensor], at: Positions, cache: Any) -> Tensor:
+        deltas = {site: made(values, at, cache, x.dtype) for site, made in self.sites.items()}
+        if "qk" in deltas:
+            deltas["q"] = deltas["k"] = deltas.pop("qk")
+        if "h" in deltas:
+            x = x + deltas.pop("h")
+        x = x + self.attention(self.attention_norm(x), deltas, at, cache)
+        return x + self.ffn(self.ffn_norm(x))
+
+
+class Decoder(nn.Module):
+    def __init__(self, spec: Spec):
+        super().__init__()
+        self.spec = spec
+        self.embedding = nn.Parameter(torch.zeros(spec.vocabulary, spec.width))
+        self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
+        self.norm = RMSNorm(spec.width, spec.norm_eps)
+        self.head = linear(spec.width, spec.vocabulary)
+
+    def forward(
+        self,
+        tokens_BT: Tensor,
+        slots_BT: Tensor,
+        values: Mapping[str, Tensor],
+        cache: Any = None,
+        real: Tensor | None = None,
+    ) -> Tensor:
+        """`cache`: a `Cache`, or one of Hugging Face's that is also a `Recent`. `real` [B, P+T]: False for padding."""
+        x = F.embedding(tokens_BT, self.embedding)
+        at = self._positions(tokens_BT, slots_BT, cache, real)
+        for block in self.blocks:
+            x = block(x, values, at, cache)
+        return self.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        return wide(self.head(hidden))
+
+    def _positions(self, tokens_BT: Tensor, slots_BT: Tensor, cache: Any, real: Tensor | None) -> Positions:
+        past, new, device = 0 if cache is None else cache.get_seq_length(), tokens_BT.shape[1], tokens_BT.device
+        order = torch.arange(past + new, device=device)
+        where = order[past:] if real is None else (real.long().cumsum(1) - 1).clamp_min(0)[:, past:]
+        # Angles in fp64, as in training: far positions would lose digits.
+        exponents = torch.arange(0, self.spec.width // self.spec.heads, 2, dtype=torch.float64, device=device)
+        rates = self.spec.rope_theta ** -(exponents / (self.spec.width // self.spec.heads))
+        angles = where[..., None].double() * rates
+        if real is not None:
+            angles = angles[:, None]
+        documents = self._documents(tokens_BT, cache, None if real is None else real[:, past:])
+        mask = None
+        if documents is not None:
+            same = documents[:, past:, None] == documents[:, None, :]
+            mask = (same & (order[past:, None] >= order))[:, None]
+        elif past and new > 1:
+            mask = order[past:, None] >= order
+        return Positions(angles.cos().float(), angles.sin().float(), mask, documents, slots_BT)
+
+    def _documents(self, tokens_BT: Tensor, cache: Any, real_BT: Tensor | None) -> Tensor | None:
+        """The document of every position so far, where that matters."""
+        before = None if cache is None else cache.documents
+        if self.spec.document_end is None and before is None and (real_BT is None or bool(real_BT.all())):
+            return None
+        if real_BT is None:
+            real_BT = torch.ones_like(tokens_BT, dtype=torch.bool)
+        end = -1 if self.spec.document_end is None else self.spec.document_end
+        ends = ((tokens_BT == end) & real_BT).long()
+        first = torch.zeros_like(ends[:, 0]) if cache is None or before is None else cache.next_document
+        counted = first[:, None] + ends.cumsum(1)
+        new = torch.where(real_BT.bool(), counted - ends, PADDING)
+        documents = new if before is None else torch.cat((before, new), 1)
+        if cache is not None:
+            cache.documents, cache.next_document = documents, counted[:, -1]
+        return documents
+
+
+def accesses_of(tokens_U: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
+    """Places [N] of the tokens' access lists in a routing's arrays, and where each token's begins [U]."""
+    first, counts = offsets[tokens_U], offsets[tokens_U + 1] - offsets[tokens_U]
+    starts = counts.cumsum(0) - counts
+    places = torch.arange(int(counts.sum()), device=tokens_U.device)
+    return places + (first - starts).repeat_interleave(counts), starts
+
+
+def combined(rows_RW: Tensor, index_N: Tensor, starts_U: Tensor, weights_N: Tensor) -> Tensor:
+    """One vector a token [U, W]: the weighted sum of the rows it reads."""
+    return F.embedding_bag(index_N, rows_RW, starts_U, mode="sum", per_sample_weights=weights_N)

@@ -1,0 +1,141 @@
+"""Hugging Face model of X-gram: the decoder, its tables and the token -> row map. An exported folder holds a copy.
+
+model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from transformers import DynamicCache, GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import CausalLMOutputWithPast
+
+from .configuration_xgram import XgramConfig
+from .decoder import Decoder, Recent, Spec, accesses_of, combined
+
+
+class XgramCache(Recent, DynamicCache):  # type: ignore[misc]
+    """Keys and values, and the last retrieved vectors of each view."""
+
+    def __init__(self) -> None:
+        DynamicCache.__init__(self)
+        Recent.__init__(self)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        DynamicCache.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        self.recent = {name: kept.index_select(0, beam_idx.to(kept.device)) for name, kept in self.recent.items()}
+        if self.documents is not None and self.next_document is not None:
+            self.documents = self.documents.index_select(0, beam_idx.to(self.documents.device))
+            self.next_document = self.next_document.index_select(0, beam_idx.to(self.next_document.device))
+
+
+class Table(nn.Module):
+    """Rows [S, W] of one layer, site and view, and a gate for each."""
+
+    def __init__(self, rows: int, width: int, gated: bool):
+        super().__init__()
+        self.rows = nn.Parameter(torch.zeros(rows, width))
+        self.gates = nn.Parameter(torch.zeros(rows)) if gated else None
+
+    def forward(self, index_N: Tensor, starts_U: Tensor | None, coefficients_N: Tensor | None) -> Tensor:
+        """One vector a token, in fp32."""
+        rows_NW = F.embedding(index_N, self.rows).float()
+        if starts_U is None or coefficients_N is None:
+            return rows_NW
+        weights_N = coefficients_N.float()
+        if self.gates is not None:
+            weights_N = weights_N * torch.sigmoid(self.gates[index_N].float())
+        return combined(rows_NW, torch.arange(len(index_N), device=index_N.device), starts_U, weights_N)
+
+
+class View(nn.Module):
+    """Which rows a token reads: rows[offsets[t]:offsets[t + 1]], with their coefficients."""
+
+    offsets: Tensor
+    rows: Tensor
+    coefficients: Tensor
+
+    def __init__(self, vocabulary: int, accesses: int):
+        super().__init__()
+        self.register_buffer("offsets", torch.zeros(vocabulary + 1, dtype=torch.int64))
+        self.register_buffer("rows", torch.zeros(accesses, dtype=torch.int64))
+        self.register_buffer("coefficients", torch.zeros(accesses))
+
+    def forward(self, tokens_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        places_N, starts_U = accesses_of(tokens_U, self.offsets)
+        return self.rows[places_N], starts_U, self.coefficients[places_N]
+
+
+def module_name(table: str) -> str:
+    return table.replace(".", "_")
+
+
+class XgramForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
+    config_class = XgramConfig
+    _is_stateful = True  # no step of generation can be taken back
+    _no_split_modules = ["Block"]  # noqa: RUF012
+
+    def __init__(self, config: XgramConfig):
+        super().__init__(config)
+        self.decoder = Decoder(Spec.of(config.spec))
+        self.views = nn.ModuleList(View(config.vocab_size, accesses) for accesses in config.accesses)
+        self.tables = nn.ModuleDict(
+            {module_name(one["name"]): Table(one["rows"], one["width"], config.gated) for one in config.tables}
+        )
+        self.post_init()
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Weights come from training."""
+
+    def get_input_embeddings(self) -> None:  # type: ignore[override]
+        return None
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.decoder.head
+
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: dict[str, Any], *_: Any, **__: Any
+    ) -> Any:
+        if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
+            model_kwargs["past_key_values"] = XgramCache()
+
+    def retrieve(self, input_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        """(slot of each token, vectors of the distinct tokens by table)."""
+        if not self.config.tables:
+            return input_ids, {}
+        tokens_U, slots = input_ids.unique(return_inverse=True)
+        found = [view(tokens_U) for view in self.views]
+        vectors = {}
+        for one in self.config.tables:
+            lists = found[one["view"]] if found else (tokens_U, None, None)
+            vectors[one["name"]] = self.tables[module_name(one["name"])](*lists)
+        return slots, vectors
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        attention_mask: Tensor | None = None,
+        past_key_values: Any = None,
+        labels: Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int = 0,
+        return_dict: bool | None = None,
+        **_: Any,
+    ) -> Any:
+        if use_cache is None:
+            use_cache = not self.training
+        if past_key_values is not None and not isinstance(past_key_values, XgramCache):
+            if past_key_values.get_seq_length():
+                raise ValueError("past_key_values must be those that this model returned")
+            past_key_values = None
+        cache = (past_key_values or XgramCache()) if use_cache or past_key_values is not None else None
+        real = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+        hidden = self.decoder(input_ids, *self.retrieve(input_ids), cache, real)
+        logits = self.decoder.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
+        loss = None
+        if labels is not None:
+            loss = F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
+        if return_dict is False:
+            return tuple(part for part in (loss, logits, cache) if part is not None)
+        return CausalLMOutputWithPast(loss=loss, logits=logits, past_key_values=cache)  # type: ignore[arg-type]
