@@ -1,15 +1,13 @@
 """Tensor files: the safetensors layout, written as a stream with checksums, read as a memory map.
 
-The layout is a length, a JSON header and raw bytes: nothing in it can be executed. `safetensors` itself reads these
-files; writing is our own because it takes whole contiguous tensors, while tables are columns of something larger.
+`safetensors` itself reads these files; writing is our own because it takes whole contiguous tensors, while tables are
+columns of something larger.
 """
 
 import json
-import mmap
 import os
 import struct
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +15,8 @@ import crc32c
 import torch
 from torch import Tensor
 
-from xgram_dist.errors import UserError
+from xgram_dist.checkpoint.raw import BLOCK_BYTES, RawFile
 
-BLOCK_BYTES = 4 << 20
-MAX_HEADER = 100 << 20
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -33,25 +29,17 @@ DTYPES = {
 NAMES = {name: dtype for dtype, name in DTYPES.items()}
 
 
-class DamagedFileError(UserError):
-    """A file of a checkpoint that is not what the manifest says."""
-
-
 def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     """Write, flush to the disk; the checksum of each tensor."""
-    header: dict[str, Any] = {}
-    end = 0
-    for key, tensor in tensors.items():
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[key] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    # Wide types first: then every tensor lies where a view of its type may begin.
+    tensors = dict(sorted(tensors.items(), key=lambda item: -item[1].element_size()))
+    shapes = {key: (DTYPES[tensor.dtype], list(tensor.shape), tensor.nbytes) for key, tensor in tensors.items()}
     sums = {}
     with path.open("wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
+        file.write(header(shapes))
         for key, tensor in tensors.items():
             total = 0
-            for block in _blocks(tensor):
+            for block in blocks(tensor):
                 total = crc32c.crc32c(block, total)
                 file.write(block)
             sums[key] = total
@@ -60,7 +48,19 @@ def write_tensors(path: Path, tensors: dict[str, Tensor]) -> dict[str, int]:
     return sums
 
 
-def _blocks(tensor: Tensor) -> Iterator[memoryview]:
+def header(tensors: dict[str, tuple[str, list[int], int]], metadata: dict[str, str] | None = None) -> bytes:
+    """The beginning of a file whose tensors (type, shape, bytes) follow in this order."""
+    tree: dict[str, Any] = {} if metadata is None else {"__metadata__": metadata}
+    end = 0
+    for key, (dtype, shape, size) in tensors.items():
+        begin, end = end, end + size
+        tree[key] = {"dtype": dtype, "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(tree).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def blocks(tensor: Tensor) -> Iterator[memoryview]:
     """The bytes of a CPU tensor in order, some rows at a time."""
     if tensor.numel() == 0:
         return
@@ -71,69 +71,18 @@ def _blocks(tensor: Tensor) -> Iterator[memoryview]:
         yield part.view(-1).view(torch.uint8).numpy().data
 
 
-@dataclass(frozen=True)
-class _Entry:
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    begin: int
-    end: int
-
-
-class TensorFile:
-    """A file of `write_tensors`, mapped into memory; what is not touched is not read."""
-
+class TensorFile(RawFile):
     def __init__(self, path: Path):
-        self.path = path
-        try:
-            with path.open("rb") as file:
-                size = os.fstat(file.fileno()).st_size
-                start = file.read(8)
-                length = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
-                if not 2 <= length <= min(MAX_HEADER, size - 8):
-                    raise DamagedFileError(f"'{path}' is not a tensor file: its header is missing or cut off")
-                self._entries = self._read_header(file.read(length), size - 8 - length)
-                self._map = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
-        except OSError as error:
-            raise DamagedFileError(f"cannot read '{path}': {error.strerror}") from error
-        self._data = torch.frombuffer(self._map, dtype=torch.uint8)[8 + length :]
-
-    def _read_header(self, text: bytes, size: int) -> dict[str, _Entry]:
-        try:
-            header = json.loads(text)
-            entries = {
-                key: _Entry(NAMES[one["dtype"]], tuple(one["shape"]), *one["data_offsets"])
-                for key, one in header.items()
-                if key != "__metadata__"
-            }
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DamagedFileError(f"'{self.path}' is not a tensor file: its header is not valid") from None
-        for key, entry in entries.items():
-            wanted = torch.Size(entry.shape).numel() * entry.dtype.itemsize
-            if not 0 <= entry.begin <= entry.end <= size or entry.end - entry.begin != wanted:
-                raise DamagedFileError(f"'{self.path}' is cut off or damaged at '{key}'")
-        return entries
+        super().__init__(path)
+        self._data = torch.frombuffer(self._map, dtype=torch.uint8)[self.start :]
 
     def tensor(self, key: str) -> Tensor:
         """A view of the map."""
-        entry = self._entries.get(key)
-        if entry is None:
-            raise DamagedFileError(f"'{self.path}' has no '{key}'")
+        entry = self.entry(key)
+        dtype = NAMES[entry.dtype]
         if entry.begin == entry.end:
-            return torch.empty(entry.shape, dtype=entry.dtype)
-        # A slice of bytes need not be aligned for its type; the writer keeps 8-byte headers but not entries.
+            return torch.empty(entry.shape, dtype=dtype)
         raw = self._data[entry.begin : entry.end]
-        if raw.data_ptr() % entry.dtype.itemsize:
+        if raw.data_ptr() % dtype.itemsize:  # not by our writer
             raw = raw.clone()
-        return raw.view(entry.dtype).view(entry.shape)
-
-    def verify(self, key: str, expected: int) -> None:
-        """Read it all against its checksum."""
-        entry = self._entries.get(key)
-        if entry is None:
-            raise DamagedFileError(f"'{self.path}' has no '{key}'")
-        total = 0
-        data = memoryview(self._map)[len(self._map) - self._data.numel() :]
-        for start in range(entry.begin, entry.end, BLOCK_BYTES):
-            total = crc32c.crc32c(data[start : min(start + BLOCK_BYTES, entry.end)], total)
-        if total != expected:
-            raise DamagedFileError(f"'{self.path}' is damaged at '{key}': its checksum does not match")
+        return raw.view(dtype).view(entry.shape)

@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.state_dict_saver import save
 
 from xgram_dist.checkpoint.boxes import Box, Spread, State
 from xgram_dist.checkpoint.folder import begin, complete, discard, found_steps, remove, superfluous
-from xgram_dist.checkpoint.storage import BoxSavePlanner, FolderWriter
+from xgram_dist.checkpoint.storage import BoxSavePlanner, FolderWriter, allow_one_process
 from xgram_dist.config.schema import CheckpointConfig
 from xgram_dist.parallel.ranks import Ranks
 
@@ -47,6 +47,7 @@ class Saver:
         step, start = facts["step"], time.monotonic()
         try:
             aside = self._begin(step, files)
+            allow_one_process()
             save(
                 state,
                 storage_writer=FolderWriter(aside, self.world.rank, facts),

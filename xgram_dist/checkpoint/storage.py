@@ -5,12 +5,14 @@ not, since they hold pickles. A rank writes one tensor file, the first rank the 
 """
 
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -32,11 +34,17 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from xgram_dist.checkpoint.boxes import Box, State
-from xgram_dist.checkpoint.files import DTYPES, DamagedFileError, TensorFile, write_tensors
+from xgram_dist.checkpoint.contents import check_kind
+from xgram_dist.checkpoint.files import DTYPES, NAMES, TensorFile, write_tensors
 from xgram_dist.checkpoint.manifest import Chunk, Entry, Manifest
+from xgram_dist.checkpoint.raw import DamagedFileError, checksum_of
+from xgram_dist.parallel.ranks import Ranks
 
-# Said of every run in one process, which is no mistake.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+def allow_one_process() -> None:
+    """Before a call into torch.distributed.checkpoint: it warns of a run in one process, which is no mistake. A filter
+    is set each time, as `catch_warnings` is not for threads and others may have set their own since."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _index(name: str, offsets: Any) -> MetadataIndex:
@@ -144,7 +152,9 @@ class FolderWriter(StorageWriter):
                 chunks.append(Chunk(list(chunk.offsets), list(chunk.sizes), file, key, checksum))
             manifest.tensors[name] = Entry(DTYPES[entry.properties.dtype], list(entry.size), chunks)
         for path in self.folder.iterdir():
-            manifest.files.setdefault(path.name, path.stat().st_size)
+            if path.name not in manifest.files:
+                manifest.files[path.name] = path.stat().st_size
+                manifest.checksums[path.name] = checksum_of(path)
         manifest.write(self.folder)
 
     @classmethod
@@ -163,13 +173,9 @@ class BoxLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for name, spread in self.state.items():
-            entry = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise DamagedFileError(f"the checkpoint has no '{name}'")
-            if tuple(entry.size) != tuple(spread.shape):
-                raise DamagedFileError(
-                    f"'{name}' is {list(entry.size)} in the checkpoint, but {list(spread.shape)} here"
-                )
+            entry = self.metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            assert entry.size == torch.Size(spread.shape), name
             wanted = [box.chunk for box in spread.boxes]
             found = create_read_items_for_chunk_list(name, entry, wanted)
             if sum(item.lengths.numel() for item in found) < sum(chunk.sizes.numel() for chunk in wanted):
@@ -198,18 +204,28 @@ class BoxLoadPlanner(LoadPlanner):
 
 
 class FolderReader(StorageReader):
-    """Reads what the plan asks for, and checks each saved part it reads from against its checksum."""
+    """Reads what the plan asks for, from parts that were checked against their checksums."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self._files: dict[str, TensorFile] = {}
         self._verified: set[tuple[str, str]] = set()
+        self.bytes_verified = self.bytes_taken = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.manifest.metadata()
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=NAMES[entry.dtype]),
+                    torch.Size(entry.shape),
+                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+                )
+                for name, entry in self.manifest.tensors.items()
+            }
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -220,18 +236,43 @@ class FolderReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def chunk(self, chunk: Chunk) -> Tensor:
+    def verify(self, world: Ranks, names: Iterable[str] | None = None) -> None:
+        """These tensors (None: all) against their checksums, each part by one rank: no rank reads everything. All ranks
+        call it, and all get the same answer."""
+        first: str | None = None
+        every = (chunk.file for entry in self.manifest.tensors.values() for chunk in entry.chunks)
+        places = {name: place for place, name in enumerate(sorted(set(every)))}
+        parts = [c for name in names or self.manifest.tensors for c in self.manifest.tensors[name].chunks]
+        for number, chunk in enumerate(parts):
+            if first is None and _reader_of(places[chunk.file], number, len(places), world.size) == world.rank:
+                try:
+                    self._verify(chunk)
+                except DamagedFileError as error:
+                    first = str(error)
+        complaints = [one for one in world.host.gather_objects(first) if one is not None]
+        if complaints:
+            raise DamagedFileError(complaints[0])
+        self._verified |= {(chunk.file, chunk.key) for chunk in parts}
+
+    def chunk(self, chunk: Chunk, dtype: str) -> Tensor:
         """A saved part, verified, as a view of the file."""
-        file = self._files.get(chunk.file)
-        if file is None:
-            file = self._files[chunk.file] = TensorFile(self.folder / chunk.file)
         if (chunk.file, chunk.key) not in self._verified:
-            file.verify(chunk.key, chunk.checksum)
-            self._verified.add((chunk.file, chunk.key))
-        found = file.tensor(chunk.key)
-        if list(found.shape) != chunk.sizes:
-            raise DamagedFileError(f"'{file.path}': '{chunk.key}' is {list(found.shape)}, not {chunk.sizes}")
-        return found
+            self._verify(chunk)
+        file = self._file(chunk)
+        check_kind(file, chunk.key, dtype, chunk.sizes)
+        return file.tensor(chunk.key)
+
+    def _verify(self, chunk: Chunk) -> None:
+        file = self._file(chunk)
+        file.verify(chunk.key, chunk.checksum)
+        entry = file.entry(chunk.key)
+        self.bytes_verified += entry.end - entry.begin
+        self._verified.add((chunk.file, chunk.key))
+
+    def _file(self, chunk: Chunk) -> TensorFile:
+        if chunk.file not in self._files:
+            self._files[chunk.file] = TensorFile(self.folder / chunk.file)
+        return self._files[chunk.file]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -239,7 +280,8 @@ class FolderReader(StorageReader):
             entry = self.manifest.tensors[item.storage_index.fqn]
             chunk = next(chunk for chunk in entry.chunks if chunk.offsets == offsets)
             target = planner.resolve_tensor(item)
-            target.copy_(_narrow(self.chunk(chunk), item.storage_offsets, item.lengths))
+            target.copy_(_narrow(self.chunk(chunk, entry.dtype), item.storage_offsets, item.lengths))
+            self.bytes_taken += target.nbytes
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
@@ -248,6 +290,13 @@ class FolderReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def _reader_of(file: int, part: int, files: int, ranks: int) -> int:
+    """The rank that verifies a part: on the layout that was saved, the one that has it; else in turn."""
+    if ranks <= files:
+        return file % ranks
+    return file + files * (part % -(-(ranks - file) // files))
 
 
 def _narrow(tensor: Tensor, offsets: Any, lengths: Any) -> Tensor:

@@ -19,6 +19,7 @@ COMMANDS = {
     "route": "frequencies -> routing file (token -> table rows), with its layout and row-hit table",
     "plan": "what a recipe costs, without building it: parameters and FLOPs",
     "train": "train a recipe",
+    "inspect": "what is in a checkpoint, and whether all of it is as it was written",
     "report": "table and picture of one or more runs",
     "bench": "benchmarks, side by side in one run: data, step",
 }

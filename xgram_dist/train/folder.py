@@ -43,7 +43,7 @@ def check_run_folder(folder: Path, fresh: bool) -> None:
 
 
 def open_run_folder(folder: Path, config: Config, data_size: int, resumed: int) -> None:
-    """Make the folder and write the config. Of an earlier run all is cleared, or what came after step `resumed`."""
+    """Make the folder and write the config. Of an earlier run in it all is cleared, or what came after `resumed`."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if resumed:
