@@ -33,17 +33,17 @@ class Part:
 def part_of(name: str) -> str:
     """The part that a tensor belongs to, by its name."""
     if name.startswith("backbone."):
-        return "backbone optimizer" if name.endswith(("_moment",)) else "backbone weights"
+        return "backbone optimizer" if name.endswith("_moment") else "backbone weights"
     if match := _TABLE.match(name):
         site, view, what, state = match.groups()
         return f"tables {site}.{view} {what}{' optimizer' if state else ''}"
     if match := _SLAB.match(name):
-        return f"tables, all of slab {match[1]}: hits and steps of rows"
+        return f"slab {match[1]}: hits and steps of rows"
     return "random generators" if name.startswith("rng.") else "other"
 
 
 def parts_of(manifest: Manifest) -> list[Part]:
-    """In the order of the tensors; each kind of table once for all layers."""
+    """Each kind of table once for all layers."""
     groups: dict[str, list[str]] = {}
     for name in manifest.tensors:
         groups.setdefault(part_of(name), []).append(name)
@@ -65,9 +65,9 @@ def parts_of(manifest: Manifest) -> list[Part]:
     return parts
 
 
-def _place(part: str) -> tuple[int, str]:
-    order = ("backbone weights", "backbone optimizer", "tables ", "tables,", "random", "other")
-    return next(place for place, start in enumerate(order) if part.startswith(start)), part
+def _place(part: str) -> int:
+    order = ("backbone weights", "backbone optimizer", "tables", "slab", "random", "other")
+    return next(place for place, start in enumerate(order) if part.startswith(start))
 
 
 def describe(folder: Path, manifest: Manifest) -> dict[str, Any]:

@@ -41,11 +41,15 @@ def check_tokenizer(folder: Path, facts: dict[str, Any], tokenizer: str) -> None
 
 
 def check_state(folder: Path, manifest: Manifest, state: State) -> None:
-    """That everything wanted is there, in its shape."""
-    for name, spread in state.items():
-        entry = manifest.tensors.get(name)
-        if entry is None or list(entry.shape) != list(spread.shape):
-            theirs = "is not in it" if entry is None else f"is {entry.shape} there and {list(spread.shape)} here"
+    """That everything wanted is there, in its shape, and nothing else."""
+    apart = ("rng.", "tables.slab-")
+    for name in [*state, *(name for name in manifest.tensors if not name.startswith(apart))]:
+        entry, spread = manifest.tensors.get(name), state.get(name)
+        if entry is None or spread is None or list(entry.shape) != list(spread.shape):
+            if entry is None or spread is None:
+                theirs = "is not in it" if entry is None else "is not in this run"
+            else:
+                theirs = f"is {entry.shape} there and {list(spread.shape)} here"
             raise UserError(
                 f"'{folder}' does not fit this recipe: '{name}' {theirs}; set memory.sites and the keys of model as "
                 f"they were, or take what fits into a new run with --from {folder} --weights-only"

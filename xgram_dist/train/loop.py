@@ -2,7 +2,7 @@
 
     for each step:  batch -> fetch -> forward and backward of each micro-batch -> give back -> clip -> update
 
-Ctrl-C (or SIGTERM) ends after the current step, with weights and metrics written.
+Ctrl-C (or SIGTERM) ends after the current step, with a checkpoint and metrics written.
 """
 
 import math
@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from xgram_dist.checkpoint.boxes import Spread
+from xgram_dist.checkpoint.folder import found_steps
 from xgram_dist.checkpoint.load import load_checkpoint, load_newest
 from xgram_dist.checkpoint.save import Saver
 from xgram_dist.checkpoint.state import backbone_state, table_state
@@ -35,7 +36,7 @@ from xgram_dist.train.agree import check_agreement
 from xgram_dist.train.ahead import Planned, PlannedSteps
 from xgram_dist.train.build import build_lookup, build_model
 from xgram_dist.train.exchange import exchange_figures
-from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder, save_weights
+from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder
 from xgram_dist.train.footprint import footprint
 from xgram_dist.train.interval import Interval, Rates
 from xgram_dist.train.metrics import Metrics, perplexity, status_line
@@ -264,12 +265,12 @@ class Trainer:
         self._say(f"step {step}: skipped, gradient norm {norm}, loss {loss}")
         self._record("skipped", step, loss=loss, gradient_norm=norm)
         if self.skipped_in_a_row > self.config.train.max_skipped:
-            save_weights(self.folder, self.engine, self.lookup, step, self.mesh)
+            self._end(step, complete=False)
             raise UserError(
                 f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {step} "
                 f"(train.max_skipped = {self.config.train.max_skipped}); lower optimizer.learning_rate or "
                 f"memory.learning_rate.multiplier, or look at the data of these steps; the weights before them are in "
-                f"'{self.folder}'"
+                f"the checkpoint of step {step}"
             )
 
     def _validate(self, step: int) -> float:
@@ -282,16 +283,21 @@ class Trainer:
         return entropy
 
     def _finish(self, step: int, stopped: bool) -> int:
-        rate = self.interval.overall()  # before the weights are written, which is not training
         entropy = None if stopped else self._validate(step)
+        self._end(step, complete=not stopped, entropy=entropy)
+        self._say(f"{'stopped' if stopped else 'done'} after step {step}: {self.folder}")
+        return 130 if stopped else 0
+
+    def _end(self, step: int, *, complete: bool, entropy: float | None = None) -> None:
+        """The last checkpoint and the last record."""
+        rate = self.interval.overall()  # without the writing, which is not training
         self._save(step, wait=True)
-        weights = save_weights(self.folder, self.engine, self.lookup, step, self.mesh)
         tables = store_of(self.lookup)
         hit, rows = self.ranks.sum_integers(*(tables.rows_hit() if tables is not None else (0, 0)), self.device)
         self._record(
             "end",
             step,
-            complete=not stopped,
+            complete=complete,
             validation_loss=entropy,
             validation_perplexity=None if entropy is None else perplexity(entropy),
             tokens=self.position * self.config.model.sequence_length,
@@ -300,8 +306,11 @@ class Trainer:
             rows_hit=hit,
             rows=rows,
         )
-        self._say(f"{'stopped' if stopped else 'done'} after step {step}: {weights}")
-        return 130 if stopped else 0
+        if self.ranks.any(self.ranks.first and step not in found_steps(self.folder), self.device):
+            raise UserError(
+                f"the checkpoint of step {step} was not written to '{self.folder}': what came after the one "
+                "before is lost; make room, and give the command again to go on from there"
+            )
 
 
 def _finite(loss: Any) -> float | None:
