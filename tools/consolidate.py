@@ -1,4 +1,4 @@
-"""The weights of a checkpoint as one safetensors file: `backbone.*` and `tables.layers.LAYER.SITE.VIEW.*` (rows, gates).
+"""The weights of a checkpoint as one safetensors file: `backbone.*` and `tables.layers.LAYER.SITE.VIEW.*`.
 
     python tools/consolidate.py runs/tiny-xgram tiny-xgram.safetensors
 

@@ -98,7 +98,9 @@ def test_vanilla_gives_its_backbone_to_xgram_and_back(data, tmp_path, fresh, cap
         saved_weights(tmp_path / "vanilla"),
     )
     said = capsys.readouterr().out
-    assert "not in the checkpoint: initial values" in next(l for l in said.splitlines() if l.startswith("tables v.0"))
+    assert "not in the checkpoint: initial values" in next(
+        line for line in said.splitlines() if line.startswith("tables v.0")
+    )
     initial = fresh(xgram)
     for name, value in found.items():
         assert torch.equal(value, backbone[name] if name in backbone else initial[name]), name
