@@ -4,7 +4,7 @@ import shutil
 
 import numpy as np
 import pytest
-from conftest import edit_manifest, watch_samples
+from load_helpers import edit_manifest, watch_samples
 from ranks_helper import run_ranks
 from test_resume import run_until, settings
 from train_helpers import read_metrics

@@ -7,7 +7,7 @@ import struct
 
 import numpy as np
 import pytest
-from conftest import edit_manifest
+from load_helpers import edit_manifest
 from test_resume import settings
 
 from xgram_dist.cli.main import main

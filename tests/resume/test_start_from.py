@@ -6,7 +6,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
-from conftest import edit_manifest
+from load_helpers import edit_manifest
 from ranks_helper import run_ranks
 from test_resume import outcome, settings
 from train_helpers import LENGTH, VOCABULARY, make_documents, read_metrics, saved_weights, small_config
