@@ -163,6 +163,8 @@ class _SlabTaker:
                 factor_B = factor_B * torch.sigmoid(gates_S[torch.from_numpy(here_B)].cpu().double())
             values_SW[torch.from_numpy(here_B)] = (vectors_BW.double() / factor_B[:, None]).to(values_SW)
         count = vocabulary if self.view is None else int(_lone(self.view).sum())
+        if count == vocabulary:
+            return "another map: every token starts with its vector"
         return f"another map: {count:,} of {vocabulary:,} tokens start with their vectors, shared rows with {INITIAL}"
 
     def _lone_tokens(self) -> NDArray[Any]:
