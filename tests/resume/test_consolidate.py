@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file
-from test_resume import settings
+from test_resume import run_until, settings
 from tools_helpers import load_tool
 
 from xgram_dist.checkpoint import weights
@@ -18,9 +18,19 @@ tool = load_tool("consolidate")
 def test_the_file_holds_what_training_goes_on_with(data, two_ranks, tmp_path):
     """Two ranks whose optimizer was behind with most rows."""
     shutil.copytree(two_ranks[0], tmp_path / "run")
+    check_file(settings(data, optimizer="catch_up"), tmp_path)
+
+
+def test_vip_rows_catch_up_at_their_own_rate(data, tmp_path, monkeypatch):
+    config = settings(data, optimizer="catch_up", learning_rate={"vip_multiplier": 0.1})
+    run_until(config, tmp_path / "run", 5, monkeypatch)
+    check_file(config, tmp_path)
+
+
+def check_file(config, tmp_path):
     assert tool.main([str(tmp_path / "run"), str(tmp_path / "out.safetensors")]) == 0
     found = load_file(tmp_path / "out.safetensors")
-    trainer = Trainer(settings(data, optimizer="catch_up"), tmp_path / "run", fresh=False)
+    trainer = Trainer(config, tmp_path / "run", fresh=False)
     expected = {f"backbone.{name}": value for name, value in trainer.engine.full_parameters()}
     rows = trainer.lookup.store.states[0].rows.clone()
     expected |= {f"tables.{name}": value for name, value in trainer.lookup.store.named_tensors().items()}
