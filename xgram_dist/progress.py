@@ -95,12 +95,18 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400} d {whole % 86400 // 3600:02d} h"
 
 
-def table(header: list[str], rows: list[list[str]], print_line: Callable[[str], None] = print) -> None:
-    """A plain text table: first column left, the others right."""
+def table(
+    header: list[str],
+    rows: list[list[str]],
+    print_line: Callable[[str], None] = print,
+    left: tuple[int, ...] = (0,),
+) -> None:
+    """A plain text table: the first column (or those of `left`) to the left, the others to the right."""
     cells = [header, *rows]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     for number, row in enumerate(cells):
-        line = [row[0].ljust(widths[0])] + [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        pairs = enumerate(zip(row, widths, strict=True))
+        line = [cell.ljust(width) if i in left else cell.rjust(width) for i, (cell, width) in pairs]
         print_line("  ".join(line).rstrip())
         if number == 0:
             print_line("  ".join("-" * width for width in widths))

@@ -9,9 +9,9 @@ import time
 
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from train_helpers import read_metrics, small_config
+from train_helpers import read_metrics, saved_weights, small_config
 
+from xgram_dist.checkpoint.folder import found_steps
 from xgram_dist.config import dump_config
 
 
@@ -56,13 +56,10 @@ def test_two_ranks_give_the_losses_and_tables_of_one_process(alone, tmp_path):
         ours = [record["loss"] for record in read_metrics(folder, kind)]
         theirs = [record["loss"] for record in read_metrics(one, kind)]
         np.testing.assert_allclose(ours, theirs, rtol=1e-5)
-    whole = load_file(one / "model.safetensors")
-    parts = [load_file(folder / f"tables-{rank:05d}-of-00002.safetensors") for rank in range(2)]
-    rows = np.concatenate([part["rows"] for part in parts])
-    assert sorted(rows.tolist()) == list(range(160))
-    for name in (name for name in whole if name.startswith("tables.")):
-        together = np.concatenate([part[name] for part in parts])[np.argsort(rows)]
-        np.testing.assert_allclose(together, whole[name], rtol=1e-4, atol=1e-6, err_msg=name)
+    whole, spread = saved_weights(one), saved_weights(folder)
+    assert list(whole) == list(spread)
+    for name, values in whole.items():
+        np.testing.assert_allclose(spread[name], values, rtol=1e-4, atol=1e-6, err_msg=name)
     for record in read_metrics(folder, "train"):  # the exchange is on record
         assert 0 < record["vectors_received"] <= 2 * 2 * record["distinct_tokens"]  # two slabs, two owners
         assert record["bytes_bound"] < record["bytes_received"] + record["bytes_sent"]
@@ -151,7 +148,7 @@ def test_planning_ahead_and_placement_change_no_bit(tmp_path, data):
         folder = tmp_path / name
         code, _, errors = finish(start(path, *words, "--ranks", "2", "--folder", str(folder)))
         assert code == 0, errors
-        found.append((read_metrics(folder, "train"), load_file(folder / "tables-00001-of-00002.safetensors")))
+        found.append((read_metrics(folder, "train"), saved_weights(folder)))
     (first, tables), (second, tables_again) = found
     for key in ("loss", "gradient_norm", "bytes_sent", "distinct_tokens"):
         assert [record[key] for record in first] == [record[key] for record in second]
@@ -171,13 +168,7 @@ def test_ctrl_c_ends_all_ranks_after_the_same_step(tmp_path, data):
     end = read_metrics(tmp_path / "run", "end")[0]
     assert not end["complete"]
     assert f"stopped after step {end['step']}" in output
-    steps = set()
-    for rank in range(2):
-        from safetensors import safe_open
-
-        with safe_open(tmp_path / "run" / f"tables-{rank:05d}-of-00002.safetensors", "np") as file:
-            steps.add(file.metadata()["step"])
-    assert steps == {str(end["step"])}
+    assert found_steps(tmp_path / "run") == [end["step"]]
 
 
 def test_ranks_with_different_recipes_are_refused_on_all_ranks(tmp_path, data):

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 from ranks_helper import run_ranks
-from safetensors.numpy import load_file
-from train_helpers import read_metrics, small_config
+from train_helpers import read_metrics, saved_weights, small_config
 
 from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.checkpoint.manifest import seal
 from xgram_dist.errors import UserError
 from xgram_dist.train import loop
 from xgram_dist.train.loop import Trainer
@@ -50,7 +50,7 @@ def run_until(config, folder, lost_at, monkeypatch, ranks=None):
 
 def outcome(folder):
     losses = {record["step"]: record["loss"] for record in read_metrics(folder, "train")}
-    return losses, load_file(folder / "model.safetensors")
+    return losses, saved_weights(folder)
 
 
 @pytest.mark.parametrize(
@@ -96,6 +96,7 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(data
             tree["files"]["../../../config.yaml"] = 1
         elif damage == "newer":
             tree["version"] = 99
+        tree["checksum"] = seal(tree)
         manifest.write_text("{" if damage == "manifest" else json.dumps(tree))
     capsys.readouterr()
     assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
@@ -120,9 +121,8 @@ def on_ranks(ranks, config, folder):
     assert Trainer(config, folder, fresh=False, ranks=ranks).run() == 0
 
 
-@pytest.mark.parametrize("optimizer", ["catch_up", "dense"])
-def test_what_two_ranks_saved_goes_on_with_other_layouts(data, tmp_path, monkeypatch, optimizer):
-    config = settings(data, optimizer=optimizer)
+def test_what_two_ranks_saved_goes_on_with_other_layouts(data, tmp_path):
+    config = settings(data, optimizer="catch_up")
     assert Trainer(config, tmp_path / "whole", fresh=False).run() == 0
     expected = outcome(tmp_path / "whole")[0]
     short = config.model_copy(update={"train": config.train.model_copy(update={"steps": 8})})

@@ -11,6 +11,9 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
+from xgram_dist.checkpoint.manifest import FILE
+from xgram_dist.errors import UserError
+
 FOLDER = "checkpoints"
 _NAME = re.compile(r"^step-(\d{8,})$")
 
@@ -26,6 +29,18 @@ def found_steps(run: Path) -> list[int]:
         return []
     matches = (_NAME.match(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     return sorted(int(match[1]) for match in matches if match)
+
+
+def checkpoints_at(path: Path) -> list[Path]:
+    """What a person means by a path: one checkpoint, or those of a run, oldest first."""
+    if (path / FILE).is_file():
+        return [path]
+    run = path.parent if path.name == FOLDER else path
+    found = [run / FOLDER / name_of(step) for step in found_steps(run)]
+    if not found:
+        what = "is neither a checkpoint nor the folder of a run that has one" if path.exists() else "does not exist"
+        raise UserError(f"'{path}' {what}; give a folder such as runs/NAME or runs/NAME/{FOLDER}/{name_of(100)}")
+    return found
 
 
 def begin(run: Path, step: int, token: str) -> Path:
@@ -91,7 +106,7 @@ def superfluous(steps: list[int], keep: int, keep_every: int) -> Iterator[int]:
 def remove(run: Path, step: int) -> None:
     """The manifest goes first: half a checkpoint must not look like one."""
     folder = run / FOLDER / name_of(step)
-    (folder / "manifest.json").unlink(missing_ok=True)
+    (folder / FILE).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
 
 

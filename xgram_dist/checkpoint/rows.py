@@ -4,6 +4,7 @@ Rows are saved in the order of the saving ranks. A rank that owns other rows now
 by part, some rows at a time: parts without a row of its own are not opened, and no table is ever whole in memory.
 """
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,10 +13,25 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.checkpoint.boxes import Box, State
-from xgram_dist.checkpoint.files import DamagedFileError
 from xgram_dist.checkpoint.manifest import Chunk
+from xgram_dist.checkpoint.raw import DamagedFileError
 from xgram_dist.checkpoint.storage import FolderReader
-from xgram_dist.memory.placement import Placement
+from xgram_dist.errors import UserError
+from xgram_dist.memory.placement import POLICIES, Placement, plan_placement
+from xgram_dist.memory.routing.routing import Routing
+
+AT_ONCE_BYTES = 16 << 20
+"""Of rows that are picked out of a part, before its pages are let go."""
+
+
+def saved_placement(folder: Path, facts: dict[str, Any], routing: Routing | None, num_rows: int) -> Placement:
+    """Which rank held which row when the checkpoint was saved."""
+    if facts["placement"] not in POLICIES:
+        raise UserError(
+            f"'{folder}' has its rows placed by '{facts['placement']}', this release knows {', '.join(POLICIES)}; use "
+            "the release that wrote it"
+        )
+    return plan_placement(routing, num_rows, facts["data_ranks"], facts["placement"])
 
 
 def saved_positions(saved: Placement) -> NDArray[Any]:
@@ -31,11 +47,8 @@ def read_rows(reader: FolderReader, state: State, positions: NDArray[Any]) -> No
     order = np.argsort(positions, kind="stable")
     ascending = positions[order]
     for name, spread in state.items():
-        entry = reader.manifest.tensors.get(name)
-        if entry is None:
-            raise DamagedFileError(f"the checkpoint '{reader.folder}' has no '{name}'")
-        if list(entry.shape) != list(spread.shape):
-            raise DamagedFileError(f"'{name}' is {entry.shape} in the checkpoint, but {list(spread.shape)} here")
+        entry = reader.manifest.tensors[name]
+        assert list(entry.shape) == list(spread.shape), name
         (box,) = spread.boxes
         covered = 0
         for chunk in entry.chunks:
@@ -46,11 +59,12 @@ def read_rows(reader: FolderReader, state: State, positions: NDArray[Any]) -> No
             here = order[first:last]
             covered += len(here) * (target.numel() // len(target))
             if len(here) == chunk.sizes[0] and here[-1] - here[0] == len(here) - 1 and columns is None:
-                reader.read_into(chunk, target[here[0] : here[0] + len(here)])  # saved as it is held
+                reader.read_into(chunk, entry.dtype, target[here[0] : here[0] + len(here)])  # saved as it is held
             else:
-                _pick(reader, chunk, target, here, ascending[first:last] - chunk.offsets[0], columns)
+                _pick(reader, chunk, entry.dtype, target, here, ascending[first:last] - chunk.offsets[0], columns)
         if covered != box.tensor.numel():
             raise DamagedFileError(f"the checkpoint '{reader.folder}' does not hold all of '{name}'")
+        reader.bytes_taken += box.tensor.nbytes
 
 
 def _columns(chunk: Chunk, box: Box) -> tuple[Tensor, slice | None]:
@@ -66,15 +80,18 @@ def _columns(chunk: Chunk, box: Box) -> tuple[Tensor, slice | None]:
 def _pick(
     reader: FolderReader,
     chunk: Chunk,
+    dtype: str,
     target: Tensor,
     here: NDArray[Any],
     there: NDArray[Any],
     columns: slice | None,
 ) -> None:
     """Rows `there` (ascending) of a saved part, to rows `here` of the target."""
-    to, source = torch.from_numpy(here).to(target.device), torch.from_numpy(there)
-    for start, block in reader.blocks(chunk):
-        first, last = np.searchsorted(there, (start, start + len(block)))
-        if first < last:
-            rows = block.index_select(0, source[first:last] - start)
-            target[to[first:last]] = (rows if columns is None else rows[:, columns]).to(target)
+    source = reader.chunk(chunk, dtype)
+    source = source if columns is None else source[:, columns]
+    step = max(1, AT_ONCE_BYTES // max(1, chunk.sizes[-1] * source.element_size()))
+    for start in range(0, len(here), step):
+        part = slice(start, start + step)
+        rows = source[torch.from_numpy(there[part])]
+        target[torch.from_numpy(here[part]).to(target.device)] = rows.to(target)
+        reader.forget(chunk)

@@ -28,7 +28,7 @@ from xgram_dist.checkpoint.folder import (
     superfluous,
 )
 from xgram_dist.checkpoint.lease import Lease
-from xgram_dist.checkpoint.storage import BoxSavePlanner, FolderWriter
+from xgram_dist.checkpoint.storage import BoxSavePlanner, FolderWriter, allow_one_process
 from xgram_dist.config.schema import CheckpointConfig
 from xgram_dist.parallel.ranks import Ranks
 from xgram_dist.progress import Lines
@@ -109,6 +109,7 @@ class Saver:
         try:
             aside = Path(self._by_first(lambda: self._begin(step, files)))
             writer = FolderWriter(aside, self.world.rank, facts, lines)
+            allow_one_process()
             save(
                 state,
                 storage_writer=writer,

@@ -5,13 +5,14 @@ not, since they hold pickles. A rank writes one tensor file, the first rank the 
 """
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -33,12 +34,18 @@ from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, W
 from torch.futures import Future
 
 from xgram_dist.checkpoint.boxes import Box, State
-from xgram_dist.checkpoint.files import DTYPES, DamagedFileError, TensorFile, verify_file, write_tensors
+from xgram_dist.checkpoint.contents import check_kind
+from xgram_dist.checkpoint.files import DTYPES, NAMES, TensorFile, verify_file, write_tensors
 from xgram_dist.checkpoint.manifest import Chunk, Entry, Manifest
+from xgram_dist.checkpoint.raw import DamagedFileError, checksum_of
+from xgram_dist.parallel.ranks import Ranks
 from xgram_dist.progress import Lines
 
-# Said of every run in one process, which is no mistake.
-warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
+
+def allow_one_process() -> None:
+    """Before a call into torch.distributed.checkpoint: it warns of a run in one process, which is no mistake. A filter
+    is set each time, as `catch_warnings` is not for threads and others may have set their own since."""
+    warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
 def _index(name: str, offsets: Any) -> MetadataIndex:
@@ -152,7 +159,9 @@ class FolderWriter(StorageWriter):
                 chunks.append(Chunk(list(chunk.offsets), list(chunk.sizes), file, key, checksum))
             manifest.tensors[name] = Entry(DTYPES[entry.properties.dtype], list(entry.size), chunks)
         for path in self.folder.iterdir():
-            manifest.files.setdefault(path.name, path.stat().st_size)
+            if path.name not in manifest.files:
+                manifest.files[path.name] = path.stat().st_size
+                manifest.checksums[path.name] = checksum_of(path)
         manifest.write(self.folder)
         self.total = sum(manifest.files.values())
 
@@ -172,13 +181,9 @@ class BoxLoadPlanner(LoadPlanner):
     def create_local_plan(self) -> LoadPlan:
         items: list[ReadItem] = []
         for name, spread in self.state.items():
-            entry = self.metadata.state_dict_metadata.get(name)
-            if not isinstance(entry, TensorStorageMetadata):
-                raise DamagedFileError(f"the checkpoint has no '{name}'")
-            if tuple(entry.size) != tuple(spread.shape):
-                raise DamagedFileError(
-                    f"'{name}' is {list(entry.size)} in the checkpoint, but {list(spread.shape)} here"
-                )
+            entry = self.metadata.state_dict_metadata[name]
+            assert isinstance(entry, TensorStorageMetadata)
+            assert entry.size == torch.Size(spread.shape), name
             wanted = [box.chunk for box in spread.boxes]
             found = create_read_items_for_chunk_list(name, entry, wanted)
             if sum(item.lengths.numel() for item in found) < sum(chunk.sizes.numel() for chunk in wanted):
@@ -207,17 +212,29 @@ class BoxLoadPlanner(LoadPlanner):
 
 
 class FolderReader(StorageReader):
-    """Reads what the plan asks for, and checks each saved part it reads from against its checksum."""
+    """Reads what the plan asks for. A part is checked as it is read, when all of it is; else before, here or by one rank
+    for all (`verify`)."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
         self._files: dict[str, TensorFile] = {}
+        self._verified: set[tuple[str, str]] = set()
+        self.bytes_checked = self.bytes_taken = 0
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        return self.manifest.metadata()
+        return Metadata(
+            {
+                name: TensorStorageMetadata(
+                    TensorProperties(dtype=NAMES[entry.dtype]),
+                    torch.Size(entry.shape),
+                    [ChunkStorageMetadata(torch.Size(c.offsets), torch.Size(c.sizes)) for c in entry.chunks],
+                )
+                for name, entry in self.manifest.tensors.items()
+            }
+        )
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         pass
@@ -228,28 +245,60 @@ class FolderReader(StorageReader):
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
         return plans
 
-    def _open(self, chunk: Chunk) -> TensorFile:
-        file = self._files.get(chunk.file)
-        if file is None:
-            file = self._files[chunk.file] = TensorFile(self.folder / chunk.file)
-        found = list(file.shape(chunk.key))
-        if found != chunk.sizes:
-            raise DamagedFileError(f"'{file.path}': '{chunk.key}' is {found}, not {chunk.sizes}")
-        return file
+    def verify(self, world: Ranks, names: Iterable[str] | None = None) -> None:
+        """These tensors (None: all) against their checksums, each part by one rank: no rank reads everything. All ranks
+        call it, and all get the same answer."""
+        first: str | None = None
+        every = (chunk.file for entry in self.manifest.tensors.values() for chunk in entry.chunks)
+        places = {name: place for place, name in enumerate(sorted(set(every)))}
+        parts = [c for name in names or self.manifest.tensors for c in self.manifest.tensors[name].chunks]
+        for number, chunk in enumerate(parts):
+            if first is None and _reader_of(places[chunk.file], number, len(places), world.size) == world.rank:
+                try:
+                    self._verify(chunk)
+                except DamagedFileError as error:
+                    first = str(error)
+        complaints = [one for one in world.host.gather_objects(first) if one is not None]
+        if complaints:
+            raise DamagedFileError(complaints[0])
+        self._verified |= {(chunk.file, chunk.key) for chunk in parts}
 
-    def chunk(self, chunk: Chunk) -> Tensor:
-        """A saved part, verified."""
-        made = torch.empty(chunk.sizes, dtype=self._open(chunk).dtype(chunk.key))
-        self.read_into(chunk, made)
-        return made
+    def chunk(self, chunk: Chunk, dtype: str) -> Tensor:
+        """A saved part, verified, as a view of the file."""
+        if (chunk.file, chunk.key) not in self._verified:
+            self._verify(chunk)
+        file = self._file(chunk)
+        check_kind(file, chunk.key, dtype, chunk.sizes)
+        return file.tensor(chunk.key)
 
-    def read_into(self, chunk: Chunk, target: Tensor) -> None:
-        """All of a saved part, verified."""
-        self._open(chunk).read_into(chunk.key, target, chunk.checksum)
+    def _verify(self, chunk: Chunk) -> None:
+        file = self._file(chunk)
+        file.verify(chunk.key, chunk.checksum)
+        self._note(chunk)
 
-    def blocks(self, chunk: Chunk) -> Iterator[tuple[int, Tensor]]:
-        """A saved part some rows at a time, verified when the last has been taken."""
-        return self._open(chunk).blocks(chunk.key, chunk.checksum)
+    def _note(self, chunk: Chunk) -> None:
+        entry = self._file(chunk).entry(chunk.key)
+        self.bytes_checked += entry.end - entry.begin
+        self._verified.add((chunk.file, chunk.key))
+
+    def read_into(self, chunk: Chunk, dtype: str, target: Tensor) -> None:
+        """All of a saved part, in one pass with its verification."""
+        if (chunk.file, chunk.key) in self._verified:
+            target.copy_(self.chunk(chunk, dtype))
+            return
+        file = self._file(chunk)
+        check_kind(file, chunk.key, dtype, chunk.sizes)
+        file.read_into(chunk.key, target, chunk.checksum)
+        self._note(chunk)
+
+    def forget(self, chunk: Chunk) -> None:
+        """What was read of a part through its view need not stay in memory."""
+        self._file(chunk).forget()
+
+    def _file(self, chunk: Chunk) -> TensorFile:
+        if chunk.file not in self._files:
+            self._files[chunk.file] = TensorFile(self.folder / chunk.file)
+        return self._files[chunk.file]
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         for item in plan.items:
@@ -258,24 +307,26 @@ class FolderReader(StorageReader):
             chunk = next(chunk for chunk in entry.chunks if chunk.offsets == offsets)
             target = planner.resolve_tensor(item)
             if list(item.lengths) == chunk.sizes:
-                self.read_into(chunk, target)
+                self.read_into(chunk, entry.dtype, target)
             else:
-                self._read_part(chunk, target, item.storage_offsets, item.lengths)
+                target.copy_(_narrow(self.chunk(chunk, entry.dtype), item.storage_offsets, item.lengths))
+                self.forget(chunk)
+            self.bytes_taken += target.nbytes
             planner.commit_tensor(item, target)
         done: Future[None] = Future()
         done.set_result(None)
         return done
 
-    def _read_part(self, chunk: Chunk, target: Tensor, offsets: Any, lengths: Any) -> None:
-        for start, block in self.blocks(chunk):
-            first, last = max(start, offsets[0]), min(start + len(block), offsets[0] + lengths[0])
-            if first < last:
-                rows = _narrow(block[first - start : last - start], (0, *offsets[1:]), (last - first, *lengths[1:]))
-                target[first - offsets[0] : last - offsets[0]] = rows.to(target)
-
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
         return True
+
+
+def _reader_of(file: int, part: int, files: int, ranks: int) -> int:
+    """The rank that verifies a part: on the layout that was saved, the one that has it; else in turn."""
+    if ranks <= files:
+        return file % ranks
+    return file + files * (part % -(-(ranks - file) // files))
 
 
 def _narrow(tensor: Tensor, offsets: Any, lengths: Any) -> Tensor:

@@ -26,6 +26,7 @@ COMMANDS = {
     "perplexity": "perplexity of a checkpoint on prepared data, by source and by token frequency",
     "generate": "text from a checkpoint",
     "export": "a checkpoint as a Hugging Face folder",
+    "inspect": "what is in a checkpoint, and whether all of it is as it was written",
     "report": "table and picture of one or more runs",
     "bench": "benchmarks, side by side in one run: checkpoint, data, engine, exchange, generate, step",
 }

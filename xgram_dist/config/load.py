@@ -68,6 +68,17 @@ def build_section(section: type[Checked], tree: dict[str, Any], kind: str) -> Ch
         raise UserError(_sentence(error, section, kind)) from None
 
 
+def parse_config(text: str) -> Config:
+    """What `dump_config` gave."""
+    try:
+        tree = _parse(text)
+    except yaml.YAMLError:
+        tree = None
+    if not isinstance(tree, dict):
+        raise UserError("the recipe cannot be read: it is not YAML with keys")
+    return build_config(tree)
+
+
 def dump_config(config: Config) -> str:
     """The resolved recipe as YAML; loading it gives the same config."""
     tree = config.model_dump(mode="json")

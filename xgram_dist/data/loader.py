@@ -174,13 +174,15 @@ class Loader:
         if state.get("fingerprint") != mine["fingerprint"]:
             raise UserError(
                 f"the saved position belongs to another data set (fingerprint {str(state.get('fingerprint'))[:12]}) "
-                f"than '{self._data.folder}' ({mine['fingerprint'][:12]}); train on the first, or start a new run"
+                f"than '{self._data.folder}' ({mine['fingerprint'][:12]}); train on the first, or take the weights "
+                "alone into a new run with --from PATH --weights-only"
             )
         for key in ("seed", "split", "sequence_length", "weights"):
             if state.get(key) != mine[key]:
                 raise UserError(
                     f"the saved position was taken with {key} {state.get(key)}, this run has {mine[key]}: "
-                    "the order of data would differ; set it as before, or start a new run"
+                    "the order of data would differ; set it as before, or take the weights alone into a new run with "
+                    "--from PATH --weights-only"
                 )
         position = state.get("position")
         if not isinstance(position, int) or position < 0:

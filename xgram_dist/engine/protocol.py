@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
+from xgram_dist.config import Config
+
 Kind = Literal["weight", "first_moment", "second_moment"]
 Box = tuple[tuple[int, ...], Tensor]
 """(offsets, values)"""
@@ -44,6 +46,7 @@ class Piece:
 
 
 class Engine(Protocol):
+    config: Config
     device: torch.device
     tensor_dims: dict[str, int]
     """The dimension that is cut over the tensor axis, for each parameter that is."""

@@ -12,9 +12,9 @@ import torch
 import yaml
 from torch import Tensor
 
-from xgram_dist.checkpoint.files import DamagedFileError
 from xgram_dist.checkpoint.folder import FOLDER, found_steps, name_of
 from xgram_dist.checkpoint.manifest import FILE, Manifest
+from xgram_dist.checkpoint.raw import DamagedFileError
 from xgram_dist.checkpoint.storage import FolderReader
 from xgram_dist.config import Config, build_config
 from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer
@@ -102,7 +102,7 @@ def read_whole(reader: FolderReader, name: str, into: Tensor) -> None:
         part = into
         for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
             part = part.narrow(dim, start, size)
-        part.copy_(reader.chunk(chunk))
+        reader.read_into(chunk, entry.dtype, part)
         covered += part.numel()
     if covered < into.numel():
         raise DamagedFileError(f"the checkpoint '{reader.folder}' does not hold all of '{name}'")

@@ -14,7 +14,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xgram_dist.checkpoint.files import DamagedFileError, TensorFile
+from xgram_dist.checkpoint.files import TensorFile
+from xgram_dist.checkpoint.raw import DamagedFileError
 from xgram_dist.checkpoint.rows import saved_positions
 from xgram_dist.checkpoint.storage import FolderReader
 from xgram_dist.config import Config
@@ -46,7 +47,7 @@ class MappedTensor:
         for chunk in sorted(entry.chunks, key=lambda one: one.offsets):
             if chunk.file not in files:
                 files[chunk.file] = TensorFile(reader.folder / chunk.file)
-            tensor = reader.chunk(chunk) if verify else files[chunk.file].tensor(chunk.key)
+            tensor = reader.chunk(chunk, entry.dtype) if verify else files[chunk.file].tensor(chunk.key)
             if list(tensor.shape) != chunk.sizes:
                 raise DamagedFileError(f"'{chunk.file}': '{chunk.key}' is {list(tensor.shape)}, not {chunk.sizes}")
             columns = slice(chunk.offsets[1], chunk.offsets[1] + chunk.sizes[1]) if len(self.shape) > 1 else slice(0)
@@ -166,7 +167,7 @@ class MappedTables:
 
     def small(self, prefix: str) -> dict[str, Tensor]:
         return {
-            name.removeprefix(prefix): self.reader.chunk(entry.chunks[0]).clone()
+            name.removeprefix(prefix): self.reader.chunk(entry.chunks[0], entry.dtype).clone()
             for name, entry in self.reader.manifest.tensors.items()
             if name.startswith(prefix) and len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape
         }

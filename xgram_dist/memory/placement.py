@@ -24,6 +24,7 @@ class Placement:
     """Rank of each row."""
     local: NDArray[Any]
     """Index of each row among its owner's rows, which are kept in ascending order."""
+    policy: str = "token"
 
     def rows_of(self, rank: int) -> NDArray[Any]:
         return np.flatnonzero(self.owner == rank)
@@ -42,7 +43,7 @@ def plan_placement(routing: Routing | None, num_rows: int, ranks: int, policy: s
     for rank in range(ranks):
         mine = owner == rank
         local[mine] = np.arange(int(mine.sum()))
-    return Placement(ranks, owner.astype(np.int32), local)
+    return Placement(ranks, owner.astype(np.int32), local, policy)
 
 
 def _leaders(routing: Routing, num_rows: int) -> NDArray[Any]:

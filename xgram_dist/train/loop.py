@@ -2,11 +2,13 @@
 
     for each step:  batch -> fetch -> forward and backward of each micro-batch -> give back -> clip -> update
 
-Ctrl-C (or SIGTERM, SIGUSR1) ends after the current step, with a checkpoint, weights and metrics written.
+Ctrl-C (or SIGTERM, SIGUSR1) ends after the current step, with a checkpoint and metrics written.
 """
 
+import math
 import sys
 import time
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +16,10 @@ import torch
 
 from xgram_dist.checkpoint.boxes import Spread
 from xgram_dist.checkpoint.lease import Lease
-from xgram_dist.checkpoint.load import load_newest
+from xgram_dist.checkpoint.load import load_checkpoint, load_newest
 from xgram_dist.checkpoint.save import Saved, Saver
 from xgram_dist.checkpoint.state import backbone_state, table_state
+from xgram_dist.checkpoint.warm import account_rows, take_weights
 from xgram_dist.config import Config, dump_config
 from xgram_dist.config.check import accumulation, check_files
 from xgram_dist.data.dataset import PreparedData
@@ -29,16 +32,18 @@ from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.device import choose_device, make_deterministic, synchronize
 from xgram_dist.parallel.mesh import build_mesh
 from xgram_dist.parallel.ranks import Ranks
+from xgram_dist.progress import table
 from xgram_dist.train.agree import check_agreement
 from xgram_dist.train.ahead import Planned, PlannedSteps
 from xgram_dist.train.build import build_lookup, build_model
 from xgram_dist.train.evaluation import build_evaluation
 from xgram_dist.train.exchange import exchange_figures
-from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder, save_weights
+from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder
 from xgram_dist.train.footprint import footprint
 from xgram_dist.train.interval import Interval, Rates
 from xgram_dist.train.metrics import Metrics, perplexity, status_line
 from xgram_dist.train.routing import resolve_routing, touched_share
+from xgram_dist.train.start import Source
 from xgram_dist.train.step import StepResult, train_step
 from xgram_dist.train.stop import Stop
 from xgram_dist.train.trace import TraceWindow
@@ -49,8 +54,15 @@ class Trainer:
     """Everything a rank of a run holds. `run` is the loop; the first rank speaks and writes."""
 
     def __init__(
-        self, config: Config, folder: Path, fresh: bool, ranks: Ranks | None = None, lease: Lease | None = None
+        self,
+        config: Config,
+        folder: Path,
+        fresh: bool,
+        ranks: Ranks | None = None,
+        lease: Lease | None = None,
+        source: Source | None = None,
     ):
+        """`source`: what a run starts from that has no checkpoint of its own."""
         check_files(config)
         self.ranks = ranks or Ranks()
         self.mesh = build_mesh(config, self.ranks)
@@ -94,11 +106,14 @@ class Trainer:
         self.evaluation = build_evaluation(config, self.mesh, self.engine, self.lookup, self.data)
         self.saver = Saver(folder, config.checkpoint, self.ranks, lease)
         self.position = self.start = self.skipped = self.skipped_in_a_row = 0  # position: global sequences trained on
-        if not fresh:
-            self._resume()
+        self.loss: Any = None  # of the last step
+        self.started_from: dict[str, Any] | None = None
+        self.resumed = not fresh and self._resume()
+        if source is not None and not self.resumed:
+            self._start_from(source)
         self.metrics: Metrics | None = None
         if self.ranks.first:
-            open_run_folder(folder, config, self.mesh.data.size, self.start)
+            open_run_folder(folder, config, self.mesh.data.size, self.start if self.resumed else 0)
             print(self.mesh, flush=True)
             if routing is not None:
                 routing.save(folder / ROUTING)
@@ -120,7 +135,7 @@ class Trainer:
                     with self.ranks.phases("data"):
                         planned = self.steps.take()
                     result = train_step(self.config, self.lookup, self.optimizer, *planned.work, step)
-                    self.position = planned.position
+                    self.position, self.loss = planned.position, result.loss
                     if self.trace.after(step):
                         self._say(f"step {step}: trace in {self.trace.path}")
                     self._count_skipped(step, result)
@@ -182,19 +197,41 @@ class Trainer:
             self._record_memory(step, planned)
         self._say(status_line(step, self.config.train.steps, values, left))
 
-    def _resume(self) -> None:
-        """Go on from the newest checkpoint of the run folder that is whole."""
+    def _resume(self) -> bool:
+        """Go on from the newest checkpoint of the run folder that is whole; False where there is none."""
         tables = self.optimizer.table_optimizer
-        facts, complaints = load_newest(self.folder, self.engine, tables, self.routing, self.mesh)
+        facts, complaints = load_newest(self.folder, self.engine, tables, self.routing, self.mesh, self._accept)
         for complaint in complaints:
             self._say(complaint)
         if facts is None:
             if complaints:
                 raise UserError(f"'{self.folder}' has no checkpoint to go on from; start over with --fresh")
-            return
-        self.start, self.position, self.skipped = facts["step"], facts["loader"]["position"], facts["skipped"]
-        self.loader.load_state_dict(facts["loader"])
+            return False
+        self._go_on(facts)
         self._say(f"going on after step {self.start}")
+        return True
+
+    def _accept(self, facts: dict[str, Any]) -> None:
+        self.loader.load_state_dict(facts["loader"])
+
+    def _go_on(self, facts: dict[str, Any]) -> None:
+        self.start, self.position, self.skipped = facts["step"], facts["loader"]["position"], facts["skipped"]
+        self.loss, self.started_from = facts["loss"], facts["started_from"]
+
+    def _start_from(self, source: Source) -> None:
+        tables = self.optimizer.table_optimizer
+        folder = Path(self.ranks.gather_objects(str(source.checkpoint))[0])  # a run may save while ranks look for it
+        if source.weights_only:
+            store = None if tables is None else tables.store
+            tokenizer = self.data.manifest.tokenizer_sha256
+            facts, accounts = take_weights(folder, self.engine, store, self.routing, self.mesh, tokenizer)
+            self._say(f"weights of {folder}, step {facts['step']:,}:")
+            table(["part", "taken", "of", ""], account_rows(accounts), self._say, left=(0, 3))
+        else:
+            facts = load_checkpoint(folder, self.engine, tables, self.routing, self.mesh, self._accept)
+            self._go_on(facts)
+            self._say(f"state of {folder}: going on after step {self.start}")
+        self.started_from = source.facts(folder, facts)
 
     def _save(self, step: int, *, wait: bool) -> bool:
         """False: it was waited for, and failed."""
@@ -208,12 +245,15 @@ class Trainer:
             "step": step,
             "updates": self.engine.step_count,
             "skipped": self.skipped,
+            "loss": _finite(self.loss),
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            "started_from": self.started_from,
             "loader": {**self.loader.state_dict(), "position": self.position},
             "ranks": self.ranks.size,
             "data_ranks": self.mesh.data.size,
             "tensor": self.mesh.tensor.size,
             "engine": self.config.parallel.engine,
-            "placement": "token",
+            "placement": "token" if tables is None else tables.store.placement.policy,
             "table_optimizer": None if tables is None else tables.kind,
             "routing": None if self.routing is None else self.routing.sha256(),
             "tokenizer": self.data.tokenizer_facts(),
@@ -248,12 +288,12 @@ class Trainer:
         self._say(f"step {step}: skipped, gradient norm {norm}, loss {loss}")
         self._record("skipped", step, loss=loss, gradient_norm=norm)
         if self.skipped_in_a_row > self.config.train.max_skipped:
-            save_weights(self.folder, self.engine, self.lookup, step, self.mesh)
+            self._end(step, complete=False)
             raise UserError(
                 f"loss or gradient was not finite in {self.skipped_in_a_row} steps in a row, up to step {step} "
                 f"(train.max_skipped = {self.config.train.max_skipped}); lower optimizer.learning_rate or "
                 f"memory.learning_rate.multiplier, or look at the data of these steps; the weights before them are in "
-                f"'{self.folder}'"
+                f"the checkpoint of step {step}"
             )
 
     def _validate(self, step: int) -> float:
@@ -274,16 +314,21 @@ class Trainer:
         self.interval.pause(time.monotonic() - start)
 
     def _finish(self, step: int, stopped: bool) -> int:
-        rate = self.interval.overall()  # before the weights are written, which is not training
         entropy = None if stopped else self._validate(step)
-        saved = step == self.start or self._save(step, wait=True)
-        weights = save_weights(self.folder, self.engine, self.lookup, step, self.mesh)
+        saved = self._end(step, complete=not stopped, entropy=entropy)
+        self._say(f"{'stopped' if stopped else 'done'} after step {step}: {self.folder}")
+        return 130 if stopped else 0 if saved else 1
+
+    def _end(self, step: int, *, complete: bool, entropy: float | None = None) -> bool:
+        """The last checkpoint and the last record; whether the checkpoint is there."""
+        rate = self.interval.overall()  # without the writing, which is not training
+        saved = (self.resumed and step == self.start) or self._save(step, wait=True)
         tables = store_of(self.lookup)
         hit, rows = self.ranks.sum_integers(*(tables.rows_hit() if tables is not None else (0, 0)), self.device)
         self._record(
             "end",
             step,
-            complete=saved and not stopped,
+            complete=saved and complete,
             validation_loss=entropy,
             validation_perplexity=None if entropy is None else perplexity(entropy),
             tokens=self.position * self.config.model.sequence_length,
@@ -292,5 +337,9 @@ class Trainer:
             rows_hit=hit,
             rows=rows,
         )
-        self._say(f"{'stopped' if stopped else 'done'} after step {step}: {weights}")
-        return 130 if stopped else 0 if saved else 1
+        return saved
+
+
+def _finite(loss: Any) -> float | None:
+    """Of a number, a tensor or nothing; JSON knows no other numbers."""
+    return float(loss) if loss is not None and math.isfinite(float(loss)) else None

@@ -12,10 +12,21 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors import safe_open
-from safetensors.torch import load_file
-from train_helpers import FFN, KV_WIDTH, LAYERS, LENGTH, ROWS, VIEWS, VOCABULARY, WIDTH, read_metrics, small_config
+from train_helpers import (
+    FFN,
+    KV_WIDTH,
+    LAYERS,
+    LENGTH,
+    ROWS,
+    VIEWS,
+    VOCABULARY,
+    WIDTH,
+    read_metrics,
+    saved_weights,
+    small_config,
+)
 
+from xgram_dist.checkpoint.folder import found_steps
 from xgram_dist.cli.main import main
 from xgram_dist.config import Config, dump_config, load_config
 from xgram_dist.data.dataset import PreparedData
@@ -74,9 +85,9 @@ def expected_backbone() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def test_the_folder_holds_the_six_things_it_should(finished: Path) -> None:
+def test_the_folder_holds_the_five_things_it_should(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", "routing.npz", "model.safetensors", "checkpoints"}
+    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", "routing.npz", "checkpoints"}
     assert len(list((finished / "tensorboard").glob("events.out.tfevents.*"))) == 1
 
 
@@ -89,20 +100,19 @@ def test_the_routing_in_the_folder_is_the_runs(finished: Path) -> None:
     assert (routing.vocabulary, routing.num_rows, routing.num_views) == (VOCABULARY, ROWS, VIEWS)
 
 
-def test_the_weights_file_holds_every_parameter_and_table_by_name(finished: Path) -> None:
-    shapes = {name: tuple(value.shape) for name, value in load_file(finished / "model.safetensors").items()}
+def test_the_checkpoint_holds_every_parameter_and_table_by_name(finished: Path) -> None:
+    shapes = {name: tuple(value.shape) for name, value in saved_weights(finished).items()}
     expected = {f"backbone.{name}": shape for name, shape in expected_backbone().items()}
     for layer in range(LAYERS):
         for view in range(VIEWS):
             expected[f"tables.layers.{layer}.v.{view}.rows"] = (ROWS, KV_WIDTH)
             expected[f"tables.layers.{layer}.v.{view}.gates"] = (ROWS,)
     assert shapes == expected
-    with safe_open(finished / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"step": "5"}
+    assert found_steps(finished) == [5]
 
 
 def test_plan_counts_what_training_saves(finished: Path) -> None:
-    sizes = {name: value.numel() for name, value in load_file(finished / "model.safetensors").items()}
+    sizes = {name: value.numel() for name, value in saved_weights(finished).items()}
     budget = plan_budget(load_config(finished / "config.yaml"))
     backbone = sum(size for name, size in sizes.items() if name.startswith("backbone."))
     assert backbone == budget.backbone_parameters + budget.extractor_parameters
@@ -198,7 +208,7 @@ def test_the_validation_loss_is_the_cross_entropy_of_the_saved_weights(data: Pat
     config = small_config(data, "vanilla", train={"steps": 3})
     run = train(config, tmp_path / "run")
     model = build_model(config, torch.device("cpu"))
-    saved = load_file(run / "model.safetensors")
+    saved = saved_weights(run)
     model.load_state_dict({name.removeprefix("backbone."): value for name, value in saved.items()})
     tokens = torch.cat(validation_batches(PreparedData.open(data, "validation"), LENGTH, 4, 8))
     assert tokens.shape == (8, LENGTH)
@@ -215,7 +225,7 @@ def test_the_same_seed_gives_the_same_losses_and_weights_to_the_bit(data: Path, 
     again = train(small_config(data, method), tmp_path / "again")
     assert losses(first) == losses(again)
     assert len(losses(first)) == 4
-    one, two = load_file(first / "model.safetensors"), load_file(again / "model.safetensors")
+    one, two = saved_weights(first), saved_weights(again)
     assert one.keys() == two.keys()
     for name, value in one.items():
         assert torch.equal(value, two[name]), name
@@ -290,7 +300,7 @@ def test_bf16_trains_with_finite_losses_and_fp32_weights(data: Path, tmp_path: P
     exact = train(small_config(data), tmp_path / "fp32")
     assert losses(run) == pytest.approx(losses(exact), rel=0.02)
     assert losses(run) != losses(exact)  # it did compute in another precision
-    assert {value.dtype for value in load_file(run / "model.safetensors").values()} == {torch.float32}
+    assert {value.dtype for value in saved_weights(run).values()} == {torch.float32}
 
 
 def test_ctrl_c_ends_after_the_step_with_weights_and_exit_code_130(data: Path, tmp_path: Path) -> None:
@@ -316,8 +326,7 @@ def test_ctrl_c_ends_after_the_step_with_weights_and_exit_code_130(data: Path, t
     assert 3 <= end["step"] < 1_000_000
     assert f"stopped after step {end['step']}" in rest.splitlines()[-1]
     assert end["step"] == read_metrics(tmp_path / "run", "train")[-1]["step"]
-    with safe_open(tmp_path / "run" / "model.safetensors", "pt") as file:
-        assert file.metadata() == {"step": str(end["step"])}
+    assert found_steps(tmp_path / "run") == [end["step"]]
 
 
 def signals_in_step(monkeypatch: pytest.MonkeyPatch, at: int, *numbers: signal.Signals) -> None:
@@ -352,7 +361,7 @@ def test_a_second_signal_ends_at_once(
     assert main(["train", str(recipe), "--folder", str(tmp_path / "run")]) == 130
     assert "stopped by Ctrl-C" in capsys.readouterr().err
     assert [record["step"] for record in read_metrics(tmp_path / "run", "train")] == [1]
-    assert not (tmp_path / "run" / "model.safetensors").exists()
+    assert found_steps(tmp_path / "run") == []
 
 
 def test_bf16_follows_fp32_within_two_percent_over_200_steps(data: Path, tmp_path: Path) -> None:

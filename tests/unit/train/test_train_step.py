@@ -6,8 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from train_helpers import read_metrics, small_config
+from train_helpers import read_metrics, saved_weights, small_config
 
+from xgram_dist.checkpoint.folder import found_steps
 from xgram_dist.cli.main import main
 from xgram_dist.config import Config, dump_config
 from xgram_dist.errors import UserError
@@ -204,6 +205,9 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(
     skipped = read_metrics(tmp_path / "run", "skipped")
     assert [record["step"] for record in skipped] == [1, 2, 4, 5, 6]
     assert skipped[0]["gradient_norm"] is None
+    assert found_steps(tmp_path / "run") == [6]  # with the weights before them: to look at, or to go on from
+    assert all(bool(value.isfinite().all()) for value in saved_weights(tmp_path / "run").values())
+    assert not read_metrics(tmp_path / "run", "end")[0]["complete"]
 
 
 def test_no_skipped_step_is_tolerated_when_none_is_allowed(
@@ -227,4 +231,5 @@ def test_a_weight_that_is_not_finite_ends_the_run_and_the_metrics_stay_json(data
         ("train", None),
         ("memory", None),
         ("skipped", None),
+        ("end", None),
     ]

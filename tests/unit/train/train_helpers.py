@@ -5,6 +5,10 @@ import random
 from pathlib import Path
 from typing import Any
 
+from torch import Tensor
+
+from xgram_dist.checkpoint.folder import checkpoints_at
+from xgram_dist.checkpoint.weights import SavedWeights
 from xgram_dist.config import Config, build_config
 
 VOCABULARY, LAYERS, WIDTH, FFN, KV_WIDTH, LENGTH = 320, 2, 32, 48, 16, 32
@@ -62,6 +66,12 @@ def small_config(data: Path, method: str = "xgram", /, **sections: dict[str, Any
 def read_metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
     records = [json.loads(line, parse_constant=_refuse) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     return [record for record in records if kind in (None, record["kind"])]
+
+
+def saved_weights(run: Path) -> dict[str, Tensor]:
+    """Of a run's newest checkpoint: backbone, and tables in the order of their rows."""
+    weights = SavedWeights(checkpoints_at(run)[-1])
+    return {name: weights.whole(name) for name in weights.shapes()}
 
 
 def _refuse(constant: str) -> None:

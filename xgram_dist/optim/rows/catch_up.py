@@ -42,7 +42,7 @@ class CatchUpAdamW(GatheredAdamW):
         self._last = torch.zeros(values.shape[0], dtype=torch.int32, device=values.device)
         self._current = torch.zeros_like(self._last)
         # A device other than a CPU would have to wait for the number of stale rows; it goes through them all.
-        self._smallest = max((NOTHING[values.dtype] * eps) ** 2, 2 * torch.finfo(values.dtype).tiny)
+        self._smallest = _smallest(eps, values.dtype)
         self._opened: tuple[Tensor, Tensor] | None = None
         self._compiled = torch.compile(_caught_up, dynamic=True, fullgraph=True) if compiled else None
         self._skips = values.device.type == "cpu"
@@ -169,6 +169,30 @@ class CatchUpAdamW(GatheredAdamW):
         # What is as good as gone is gone: numbers too small for their type cost a CPU fifty times as long.
         first, second = (torch.where(factor > GONE, factor, 0.0).to(self.values.dtype) for factor in shrink)
         return first, second
+
+
+class SavedCatchUp:
+    """Brings rows of a checkpoint up to date, without the optimizer that saved them: some rows at a time."""
+
+    def __init__(self, betas: tuple[float, float], eps: float, saved: dict[str, Tensor]):
+        """`saved`: the `whole` of the optimizer's exact state."""
+        kinds, entries, _ = saved["sums"].shape
+        dtype = saved["coefficients"].dtype
+        # What has decayed stands in the saved table: the rate of decay itself is not asked for.
+        self._missed = MissedSteps(AdamW(betas, eps, 0.0), max(1, entries - 1), kinds, dtype, torch.device("cpu"))
+        self._missed.restore(saved)
+        self.two_rates, self._eps, self._smallest = kinds == 2, eps, _smallest(eps, dtype)
+
+    def settle_(self, values_RW: Tensor, first_RW: Tensor, second_RW: Tensor, steps_R: Tensor, vip_R: Tensor) -> None:
+        """In place. `steps_R`: the step that each row's values belong to; `vip_R`: whether it is a VIP row."""
+        kinds_R = (~vip_R).long() if self.two_rates else torch.zeros_like(steps_R, dtype=torch.int64)
+        missed = self._missed.since(steps_R.long(), kinds_R)
+        buffers = [torch.empty_like(values_RW) for _ in range(3)]
+        _catch_up_(values_RW, first_RW, second_RW, missed, buffers, self._eps**0.5, self._smallest)
+
+
+def _smallest(eps: float, dtype: torch.dtype) -> float:
+    return max((NOTHING[dtype] * eps) ** 2, 2 * torch.finfo(dtype).tiny)
 
 
 def _catch_up_(
