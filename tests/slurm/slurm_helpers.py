@@ -7,11 +7,10 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
+import torch
 import yaml
 from cluster import wait_for
-from safetensors.numpy import load_file
-from train_helpers import small_config
+from train_helpers import saved_weights, small_config
 
 from xgram_dist.cli.main import main
 from xgram_dist.config import dump_config
@@ -124,22 +123,11 @@ def undisturbed(recipe, run, ranks, *overrides):
     return run
 
 
-def weights(run):
-    """All weights by name, whatever the number of ranks that wrote them."""
-    found = load_file(run / "model.safetensors")
-    parts = [load_file(path) for path in sorted(run.glob("tables-*.safetensors"))]
-    if parts:
-        order = np.argsort(np.concatenate([part["rows"] for part in parts]))
-        names = [name for name in parts[0] if name != "rows"]
-        found |= {name: np.concatenate([part[name] for part in parts])[order] for name in names}
-    return found
-
-
 def assert_same_weights(run, expected, tolerance=0.0):
-    ours, theirs = weights(run), weights(expected)
+    ours, theirs = saved_weights(run), saved_weights(expected)
     assert set(ours) == set(theirs)
     for name, value in theirs.items():
         if tolerance:
-            np.testing.assert_allclose(ours[name], value, rtol=tolerance, atol=tolerance, err_msg=name)
+            torch.testing.assert_close(ours[name], value, rtol=tolerance, atol=tolerance, msg=name)
         else:
-            assert np.array_equal(ours[name], value), name
+            assert torch.equal(ours[name], value), name

@@ -33,9 +33,10 @@ def check_model(folder: Path, facts: dict[str, Any], config: Config) -> None:
 
 
 def check_tokenizer(folder: Path, facts: dict[str, Any], tokenizer: str) -> None:
-    if facts["tokenizer"]["sha256"] != tokenizer:
+    saved = facts["tokenizer"]["sha256"]
+    if saved != tokenizer:
         raise UserError(
-            f"'{folder}' was trained with another tokenizer ({facts['tokenizer']['sha256'][:12]}) than data.path was prepared "
+            f"'{folder}' was trained with another tokenizer ({saved[:12]}) than data.path was prepared "
             f"with ({tokenizer[:12]}): the same ids mean other tokens; prepare the data with its tokenizer"
         )
 

@@ -212,8 +212,8 @@ class BoxLoadPlanner(LoadPlanner):
 
 
 class FolderReader(StorageReader):
-    """Reads what the plan asks for. A part is checked as it is read, when all of it is; else before, here or by one rank
-    for all (`verify`)."""
+    """Reads what the plan asks for. A part is checked as it is read, when all of it is; else before, here or for all by
+    one rank (`verify`)."""
 
     def __init__(self, folder: Path, manifest: Manifest):
         self.folder, self.manifest = folder, manifest
