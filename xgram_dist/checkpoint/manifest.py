@@ -24,7 +24,7 @@ FACTS = {
     "saved": str,
     "started_from": dict | None,
     "loader": dict,
-    "tokenizer": str,
+    "tokenizer": dict,
     "ranks": int,
     "data_ranks": int,
     "tensor": int,

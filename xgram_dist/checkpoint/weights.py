@@ -131,7 +131,8 @@ class SavedWeights:
             moments = [self._gather(f"{name}.{key}", positions_R, columns) for key in ("first", "second")]
             vip = torch.from_numpy(rows_R < (self.routing.vip_rows if self.routing is not None else 0))
             as_rows = [one.view(len(rows_R), -1) for one in (values, *moments)]
-            self._catch_up(slab, what).settle_(as_rows[0], as_rows[1], as_rows[2], steps_R, vip)
+            catch_up = self._catch_up(slab, what)
+            catch_up.settle_(as_rows[0], as_rows[1], as_rows[2], catch_up.since(steps_R, vip))
         return values
 
     def _catch_up(self, slab: int, what: str) -> SavedCatchUp:

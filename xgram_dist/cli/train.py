@@ -48,6 +48,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--weights-only says what to take of --from PATH; name the checkpoint or run with --from")
     if args.ranks < 1:
         raise UserError(f"--ranks {args.ranks} is not at least 1")
+    check_files(config)
     if args.ranks > 1 and "RANK" not in os.environ:
         from xgram_dist.checkpoint.lease import check_free
         from xgram_dist.parallel.launch import launch
@@ -55,7 +56,6 @@ def run(args: argparse.Namespace) -> int:
         from xgram_dist.train.folder import check_run_folder
 
         # What a single look can refuse is refused once, before any rank starts.
-        check_files(config)
         check_mesh(config, args.ranks)
         accumulation(config, args.ranks // config.parallel.tensor)
         check_free(folder)

@@ -20,10 +20,10 @@ from xgram_dist.checkpoint.rows import saved_positions
 from xgram_dist.checkpoint.storage import FolderReader
 from xgram_dist.config import Config
 from xgram_dist.inference.decoder import accesses_of, combined
-from xgram_dist.inference.settle import CATCH_UP, Settle
 from xgram_dist.memory.layout import Slab, Table, plan_slabs
 from xgram_dist.memory.placement import plan_placement
 from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.optim.rows.catch_up import SavedCatchUp
 
 
 @dataclass(frozen=True)
@@ -88,14 +88,13 @@ class _MappedSlab:
             self.offsets = torch.from_numpy(view.offsets.copy())
             self._positions = owner.positions[view.rows]
             self._coefficients = torch.from_numpy(view.coefficients.copy())
-        self._settle: dict[str, Settle] = {}
+        self._settle: dict[str, SavedCatchUp] = {}
         if owner.behind:
             prefix = f"tables.slab-{number}"
-            config = owner.config
-            decay = config.memory.weight_decay
-            decays = {"rows": config.optimizer.weight_decay if decay is None else decay, "gates": 0.0}
+            optimizer = owner.config.optimizer
             for kind in ("rows", "gates") if gated else ("rows",):
-                self._settle[kind] = Settle(config, owner.small(f"{prefix}.{kind}."), decays[kind])
+                saved = owner.small(f"{prefix}.{kind}.")
+                self._settle[kind] = SavedCatchUp(optimizer.betas, optimizer.eps, saved)
             self._steps = {kind: tensor(f"{prefix}.{kind}.current") for kind in self._settle}
             self._moments = {
                 (kind, table.name, moment): tensor(f"tables.{table.name}.{kind}.{moment}")
@@ -113,8 +112,8 @@ class _MappedSlab:
             return values
         first, second = (self._moments[kind, table.name, one].take(positions_R) for one in ("first", "second"))
         if kind == "rows":
-            return self._settle[kind](values, first, second, missed)
-        return self._settle[kind](values[:, None], first[:, None], second[:, None], missed)[:, 0]
+            return self._settle[kind].settle_(values, first, second, missed)
+        return self._settle[kind].settle_(values[:, None], first[:, None], second[:, None], missed)[:, 0]
 
     def missed(self, kind: str, positions_R: NDArray[Any]) -> Any:
         if kind not in self._settle:
@@ -159,7 +158,7 @@ class MappedTables:
         """Where each global row stands in the saved order."""
         self.vip_positions = np.zeros(len(self.positions), dtype=bool)
         self.vip_positions[self.positions[: 0 if routing is None else routing.vip_rows]] = True
-        self.behind = facts["table_optimizer"] == CATCH_UP
+        self.behind = facts["table_optimizer"] == "catch_up"
         self.slabs = [_MappedSlab(self, number, slab) for number, slab in enumerate(slabs)]
 
     def tensor(self, name: str) -> MappedTensor:

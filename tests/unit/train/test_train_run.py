@@ -150,6 +150,7 @@ def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> No
         },
         "memory": {"rank", *(f"bytes_{part}" for part in MEMORY_PARTS)},
         "validation": {"loss", "perplexity"},
+        "checkpoint": {"written", "bytes", "seconds_saving", "seconds_blocked"},
         "end": {
             "complete",
             "validation_loss",
@@ -163,7 +164,8 @@ def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> No
     }
     records = read_metrics(finished)
     assert [record["kind"] for record in records] == [
-        "train", "memory", "train", "validation", "train", "train", "validation", "train", "validation", "end",
+        "train", "memory", "train", "validation", "train", "train", "validation", "train", "validation", "checkpoint",
+        "end",
     ]  # fmt: skip
     for record in records:
         assert set(record) - {"seconds_agree"} == common | expected[record["kind"]]  # the first step comes before it
@@ -320,7 +322,7 @@ def test_ctrl_c_ends_after_the_step_with_weights_and_exit_code_130(data: Path, t
     finally:
         process.kill()
     assert process.returncode == 130
-    assert errors == "stopping after this step (once more: at once)\n"
+    assert errors == "stopping after this step (Ctrl-C once more: at once)\n"
     end = read_metrics(tmp_path / "run")[-1]
     assert (end["kind"], end["complete"], end["validation_perplexity"]) == ("end", False, None)
     assert 3 <= end["step"] < 1_000_000

@@ -231,5 +231,6 @@ def test_a_weight_that_is_not_finite_ends_the_run_and_the_metrics_stay_json(data
         ("train", None),
         ("memory", None),
         ("skipped", None),
+        ("checkpoint", None),
         ("end", None),
     ]

@@ -183,12 +183,16 @@ class SavedCatchUp:
         self._missed.restore(saved)
         self.two_rates, self._eps, self._smallest = kinds == 2, eps, _smallest(eps, dtype)
 
-    def settle_(self, values_RW: Tensor, first_RW: Tensor, second_RW: Tensor, steps_R: Tensor, vip_R: Tensor) -> None:
-        """In place. `steps_R`: the step that each row's values belong to; `vip_R`: whether it is a VIP row."""
+    def since(self, steps_R: Tensor, vip_R: Tensor) -> Missed:
+        """`steps_R`: the step that each row's values belong to; `vip_R`: whether it is a VIP row."""
         kinds_R = (~vip_R).long() if self.two_rates else torch.zeros_like(steps_R, dtype=torch.int64)
-        missed = self._missed.since(steps_R.long(), kinds_R)
+        return self._missed.since(steps_R.long(), kinds_R)
+
+    def settle_(self, values_RW: Tensor, first_RW: Tensor, second_RW: Tensor, missed: Missed) -> Tensor:
+        """The values, up to date; in place."""
         buffers = [torch.empty_like(values_RW) for _ in range(3)]
         _catch_up_(values_RW, first_RW, second_RW, missed, buffers, self._eps**0.5, self._smallest)
+        return values_RW
 
 
 def _smallest(eps: float, dtype: torch.dtype) -> float:
@@ -230,13 +234,7 @@ def _caught_up(
     smallest: float,
 ) -> Tensor:
     """The same, of rows to be gathered, as one expression for a compiler."""
-    return caught_up(values_SW[rows_R], first_SW[rows_R], second_SW[rows_R], missed, root_eps, smallest)
-
-
-def caught_up(
-    values_RW: Tensor, first_RW: Tensor, second_RW: Tensor, missed: Missed, root_eps: float, smallest: float
-) -> Tensor:
-    """The same, of rows that were gathered."""
+    values_RW, first_RW, second_RW = values_SW[rows_R], first_SW[rows_R], second_SW[rows_R]
     inverse = 1 / (torch.sqrt(second_RW + smallest) + missed.floor_R1)
     z = missed.shift_R1 + root_eps * torch.sqrt(inverse)
     *lower, highest = missed.coefficients_RN.split(1, dim=1)
