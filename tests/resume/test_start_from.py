@@ -265,7 +265,7 @@ def test_a_state_that_does_not_fit_says_what_would(data, finished, tmp_path, mem
 def test_another_tokenizer_is_refused(data, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "source")
     for folder in (tmp_path / "source" / "checkpoints").iterdir():
-        edit_manifest(folder, lambda tree: tree["run"].update(tokenizer="f" * 64))
+        edit_manifest(folder, lambda tree: tree["run"].update(tokenizer={"sha256": "f" * 64}))
     with pytest.raises(UserError, match="trained with another tokenizer"):
         started(settings(data), tmp_path / "run", tmp_path / "source")
 

@@ -92,7 +92,7 @@ def describe(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "placement": facts["placement"],
         "routing": facts["routing"],
         "data": facts["loader"]["fingerprint"],
-        "tokenizer": facts["tokenizer"]["sha256"],
+        "tokenizer": facts["tokenizer"].get("sha256"),
         "position": facts["loader"]["position"],
         "started_from": facts["started_from"],
         "bytes": sum(manifest.files.values()),

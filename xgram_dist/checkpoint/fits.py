@@ -33,7 +33,7 @@ def check_model(folder: Path, facts: dict[str, Any], config: Config) -> None:
 
 
 def check_tokenizer(folder: Path, facts: dict[str, Any], tokenizer: str) -> None:
-    saved = facts["tokenizer"]["sha256"]
+    saved = str(facts["tokenizer"].get("sha256"))
     if saved != tokenizer:
         raise UserError(
             f"'{folder}' was trained with another tokenizer ({saved[:12]}) than data.path was prepared "
