@@ -121,28 +121,13 @@ def on_ranks(ranks, config, folder):
     assert Trainer(config, folder, fresh=False, ranks=ranks).run() == 0
 
 
-def test_what_two_ranks_saved_goes_on_with_other_layouts(data, tmp_path):
+def test_rows_of_two_ranks_go_on_as_columns_of_two(data, finished, two_ranks, tmp_path):
+    """And replicated parameters under DeepSpeed's second stage."""
+    shutil.copytree(two_ranks[0], tmp_path / "run")
     config = settings(data, optimizer="catch_up")
-    assert Trainer(config, tmp_path / "whole", fresh=False).run() == 0
-    expected = outcome(tmp_path / "whole")[0]
-    short = config.model_copy(update={"train": config.train.model_copy(update={"steps": 8})})
-    start = tmp_path / "start"
-    run_ranks(lost_on_ranks, 2, short, start)
-    assert found_steps(start) == [3]
-    layouts = {
-        1: {},
-        4: {"parallel": config.parallel.model_copy(update={"tensor": 2, "engine": "hsdp"})},
-        2: {"parallel": config.parallel.model_copy(update={"engine": "deepspeed", "zero_stage": 2})},
-    }
-    for size, changes in layouts.items():
-        folder = tmp_path / f"on-{size}"
-        shutil.copytree(start, folder)
-        run_ranks(on_ranks, size, config.model_copy(update=changes), folder)
-        losses = {record["step"]: record["loss"] for record in read_metrics(folder, "train")}
-        assert list(losses) == list(expected)
-        np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-5)
-
-
-def lost_on_ranks(ranks, config, folder):
-    with pytest.MonkeyPatch.context() as patch:
-        run_until(config, folder, 5, patch, ranks)
+    parallel = {"engine": "deepspeed", "zero_stage": 2, "tensor": 2}
+    config = config.model_copy(update={"parallel": config.parallel.model_copy(update=parallel)})
+    run_ranks(on_ranks, 2, config, tmp_path / "run")
+    losses, expected = outcome(tmp_path / "run")[0], outcome(finished)[0]
+    assert list(losses) == list(expected)
+    np.testing.assert_allclose(list(losses.values()), list(expected.values()), rtol=1e-5)
