@@ -75,6 +75,7 @@ class Job:
         self.failure: Failure | None = None
         self.complaint = ""
         self.deciding = threading.Lock()
+        self.requeued = False
 
     def run(self) -> int:
         nodes = hostnames(os.environ["SLURM_JOB_NODELIST"])
@@ -96,8 +97,6 @@ class Job:
     def start(self, nodes: list[str]) -> int:
         """Run the ranks to their end; srun's exit code."""
         words = self.args.command
-        if not found_steps(self.folder):  # whatever an earlier start left, nothing can go on from it
-            words = [*words, "--fresh"]
         ranks, cpus = self.args.ranks, int(os.environ.get("SLURM_CPUS_PER_TASK") or 0)  # of a node
         place = meeting_place(int(self.id), nodes, self.args.node_suffix)
         srun = ["srun", f"--nodes={len(nodes)}", "--kill-on-bad-exit=1", "--nodelist", ",".join(nodes)]
@@ -142,6 +141,8 @@ class Job:
 
     def stop(self, number: int, _: Any) -> None:
         """USR1 or TERM: all ranks are to save and end."""
+        if self.requeued:  # this is Slurm's answer
+            os._exit(1)
         if self.stopping or self.deciding.locked():
             return
         self.stopping = True
@@ -155,6 +156,8 @@ class Job:
 
     def give_up_saving(self) -> None:
         """A job that its time limit ends is not requeued by Slurm: better to lose steps than the run."""
+        if self.deciding.locked():
+            return
         say(f"the ranks did not end within {self.args.save_seconds:g} s of the signal")
         self.requeue(STOPPED, f"asked to stop, but the ranks did not end within {self.args.save_seconds:g} s")
 
@@ -198,6 +201,7 @@ class Job:
                 time.sleep(30)
             return code
         self.end(outcome, f"{reason}; requeued", 1)
+        self.requeued = True
         try:
             run_command(["scontrol", "requeue", self.id])
         except UserError as error:

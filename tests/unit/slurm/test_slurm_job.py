@@ -66,7 +66,7 @@ def test_a_complete_training_ends_the_job_with_0(slurm):
     started = calls(slurm, "srun")[0]
     assert "--nodes=2 " in started
     assert "--ntasks=4 --ntasks-per-node=2 --cpus-per-task=3 " in started
-    assert started.endswith("python -m xgram_dist train --fresh")  # nothing to go on from
+    assert started.endswith("python -m xgram_dist train")
 
 
 def test_ranks_that_stopped_and_saved_are_requeued(slurm):
