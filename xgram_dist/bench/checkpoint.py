@@ -9,6 +9,7 @@ reshard One table of 1 GiB, saved on 4 ranks and loaded on 2, saved on 2 and loa
 """
 
 import os
+import shutil
 import statistics
 import tempfile
 import time
@@ -224,11 +225,10 @@ def _start_peak() -> int:
 
 
 def _memory(path: Path, config: str, saving: int, loading: int) -> dict[str, Any]:
+    path = path / f"{config}-{saving}-{loading}"
     run_on_ranks(save_once, saving, str(path), config)
     found = run_on_ranks(measure_load, loading, str(path), config)
-    for file in (path / FOLDER / name_of(1)).iterdir():
-        file.unlink()
-    (path / FOLDER / name_of(1)).rmdir()
+    shutil.rmtree(path)
     worst = max(found, key=lambda one: one["extra"])
     return {
         "extra_mb": round(worst["extra"] / 1e6, 1),
