@@ -24,7 +24,7 @@ def cluster():
 
 
 def pytest_collection_modifyitems(items):
-    """A cluster, its jobs and their clocks share two cores: a test that fails is tried once more, and shown as rerun."""
+    """A cluster, its jobs and their clocks share two cores: what fails is tried once more, and shown as rerun."""
     for item in items:
         if Path(__file__).parent in item.path.parents:
             item.add_marker(pytest.mark.flaky(reruns=1))
