@@ -153,6 +153,10 @@ MOMENTS: dict[str, Callable[[Run], bool]] = {
 }
 
 
+def last_saved(folder: Path) -> int:
+    return max(steps_saved(folder), default=0)
+
+
 @dataclass
 class Kill:
     moment: str
@@ -177,22 +181,25 @@ def kill_loop(
         if name == "during a load" and not steps_saved(folder):
             name = "during a save"
         whom = ("all ranks", "the first", "the last")[len(done) % 3]
+        newest = last_saved(folder)
         run = Run(recipe, folder, zygote=zygote)
         if name == "any time":
             time.sleep(chooser.uniform(0.0, 1.5 if zygote else 8.0))
         elif name == "while training":
             assert run.stop_at(training), run.said()
             run.send(signal.SIGCONT)
-            time.sleep(chooser.uniform(0.0, 0.4))
-        hit = run.stop_at(MOMENTS[name])
+            time.sleep(chooser.uniform(0.0, 0.8))
+        # Some way on from where it was, so that the run gets somewhere between kills.
+        goal = newest + 5 * chooser.randint(0, 2) if name in ("during a save", "between files and rename") else 0
+        hit = run.stop_at(lambda run, goal=goal, name=name: last_saved(folder) >= goal and MOMENTS[name](run))
         assert hit, f"the run ended before kill {len(done) + 1} of {kills}, {name}; give it more steps\n{run.said()}"
         run.kill(whom)
         assert run.end() != 0, run.said()
         assert "is refused" not in run.said(), run.said()
-        done.append(Kill(name, whom, max(steps_saved(folder), default=0)))
+        done.append(Kill(name, whom, last_saved(folder)))
         tell(f"kill {len(done)} of {kills}: {name}, {whom}; checkpoint of step {done[-1].saved}")
     run = Run(recipe, folder, zygote=zygote)
-    assert run.end(120) == 0, run.said()
+    assert run.end(300) == 0, run.said()
     assert "is refused" not in run.said(), run.said()
     return done
 
