@@ -1,6 +1,6 @@
 # make demo   from nothing to a trained X-gram model beside its vanilla twin
 # make test   all tests (lint, types, pytest, jobs on a Slurm of its own); test-fast leaves the jobs out
-# make soak   a run that is killed 60 times (about ten minutes)
+# make soak   a run that is killed 60 times (some minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 RUN := $(BIN)/xgram-dist

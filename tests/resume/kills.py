@@ -199,7 +199,7 @@ def kill_loop(
         done.append(Kill(name, whom, last_saved(folder)))
         tell(f"kill {len(done)} of {kills}: {name}, {whom}; checkpoint of step {done[-1].saved}")
     run = Run(recipe, folder, zygote=zygote)
-    assert run.end(600) == 0, run.said()
+    assert run.end(300) == 0, run.said()
     assert "is refused" not in run.said(), run.said()
     return done
 

@@ -1,4 +1,4 @@
-"""Kill a run again and again, started as a user would, and compare its end with that of a run nothing happened to.
+"""Kill a run again and again, and compare its end with that of a run nothing happened to.
 
 python tests/resume/soak.py --kills 60
 """
@@ -13,6 +13,7 @@ from pathlib import Path
 
 sys.path += [str(Path(__file__).parents[1] / "unit" / "train")]
 
+from forked import Zygote
 from kills import MOMENTS, Run, assert_same_end, kill_loop
 from train_helpers import make_documents, small_config
 
@@ -32,11 +33,12 @@ def prepare(folder: Path) -> Path:
 
 
 def soak(folder: Path, kills: int, seed: int) -> None:
-    train = {"steps": 15 * kills, "log_every": 1, "validation_sequences": 4}
+    train = {"steps": 10 * kills, "log_every": 1, "validation_sequences": 4}
     recipe = folder / "recipe.yaml"
     recipe.write_text(dump_config(small_config(prepare(folder), train=train, checkpoint={"every": 5})))
-    print(f"a run of {15 * kills} steps on 2 ranks, undisturbed", flush=True)
-    whole = Run(str(recipe), folder / "whole")
+    print(f"a run of {10 * kills} steps on 2 ranks, undisturbed", flush=True)
+    zygote = Zygote()
+    whole = Run(str(recipe), folder / "whole", zygote=zygote)
     assert whole.end(600) == 0, whole.said()
     start = time.monotonic()
     number = 0
@@ -47,13 +49,14 @@ def soak(folder: Path, kills: int, seed: int) -> None:
         left = (time.monotonic() - start) / number * (kills - number)
         print(f"{text}; {duration(left)} left", flush=True)
 
-    done = kill_loop(str(recipe), folder / "killed", kills, seed, tell=tell)
+    done = kill_loop(str(recipe), folder / "killed", kills, seed, zygote, tell)
+    zygote.close()
     assert_same_end(folder / "killed", folder / "whole")
     found = Counter((kill.moment, kill.whom) for kill in done)
     table(["killed", *WHOM], [[moment, *(str(found[moment, whom]) for whom in WHOM)] for moment in MOMENTS])
     print(
         f"{kills} kills, {kills} restarts in {duration(time.monotonic() - start)}; weights, optimizer state and "
-        f"generators after step {15 * kills} equal the undisturbed run's bit for bit"
+        f"generators after step {10 * kills} equal the undisturbed run's bit for bit"
     )
 
 

@@ -1,8 +1,9 @@
 """Saving and loading beside plain files on the same disk, and the memory that loading takes.
 
-speed   Tables with AdamW and a small backbone on some ranks. Each round writes and reads one plain file of as many
-        bytes (one process, large blocks, flushed at the end; read with nothing of it in the system's memory), saves
-        synchronously, saves asynchronously, and loads. Ratios are of one round; the result is their median.
+speed   Tables with AdamW and a small backbone on some ranks. Each round writes one plain file of as many bytes (one
+        process, large blocks, flushed at the end), saves synchronously, saves asynchronously, loads, and reads the
+        checkpoint's files as plain ones; with nothing of them in the system's memory, and in turns one or the other
+        first, as a disk may remember what it has just read. Ratios are of one round; the result is their median.
 memory  The most a rank held while loading beyond what it held before, beside its own share of the state.
 reshard One table of 1 GiB, saved on 4 ranks and loaded on 2, saved on 2 and loaded on 4; every row is compared with the
         function of its number that it was made by.
@@ -25,7 +26,7 @@ from xgram_dist.checkpoint.folder import FOLDER, name_of
 from xgram_dist.checkpoint.load import load_checkpoint
 from xgram_dist.checkpoint.save import Saved, Saver
 from xgram_dist.checkpoint.state import backbone_state, table_state
-from xgram_dist.config import Config, build_config
+from xgram_dist.config import Config, build_config, dump_config
 from xgram_dist.config.schema import CheckpointConfig
 from xgram_dist.engine import build_engine
 from xgram_dist.engine.protocol import Piece
@@ -61,6 +62,9 @@ class NoBackbone:
 
     step_count = 0
 
+    def __init__(self, config: Config):
+        self.config = config
+
     def pieces(self) -> list[Piece]:
         return []
 
@@ -75,7 +79,7 @@ class Bench:
         self.ranks, self.mesh, self.folder = ranks, single_mesh(ranks), folder
         self.tables = Tables(config, None, CPU, self.mesh)
         self.optimizer = TableOptimizer(config, self.tables.store, config.memory.optimizer)
-        self.engine: Any = NoBackbone()
+        self.engine: Any = NoBackbone(config)
         if backbone:
             self.engine = build_engine(config, build_model(config, CPU, 0, self.mesh.tensor), self.mesh, CPU)
         self.saver = Saver(folder, CheckpointConfig(keep=1), ranks)
@@ -90,12 +94,21 @@ class Bench:
         return sum(box.tensor.nbytes for spread in self.state().values() for box in spread.boxes)
 
     def save(self, step: int, *, wait: bool) -> Saved:
-        facts = {
+        facts: dict[str, Any] = {
             "step": step,
             "updates": 0,
+            "skipped": 0,
+            "loss": None,
+            "saved": "",
+            "started_from": None,
+            "loader": {},
+            "tokenizer": {},
             "ranks": self.ranks.size,
             "data_ranks": self.ranks.size,
-            "placement": "token",
+            "tensor": 1,
+            "engine": "replicated",
+            "placement": self.tables.store.placement.policy,
+            "config": dump_config(self.engine.config),
             "table_optimizer": self.optimizer.kind,
             "routing": None,
         }
@@ -138,12 +151,13 @@ def _plain_write(path: Path, size: int) -> float:
     return time.perf_counter() - start
 
 
-def _plain_read(path: Path) -> float:
+def _plain_read(paths: list[Path]) -> float:
     block = bytearray(BLOCK_BYTES)
     start = time.perf_counter()
-    with path.open("rb", buffering=0) as file:
-        while file.readinto(block):
-            pass
+    for path in paths:
+        with path.open("rb", buffering=0) as file:
+            while file.readinto(block):
+                pass
     return time.perf_counter() - start
 
 
@@ -160,16 +174,21 @@ def measure_speed(ranks: Ranks, path: str, rounds: int) -> dict[str, Any]:
             bench.barrier()
             if ranks.first:
                 one["plain_write"] = _plain_write(plain, size)
-                _forget([plain])
-                one["plain_read"] = _plain_read(plain)
                 plain.unlink()
             bench.barrier()
             one["save"] = bench.save(3 + 2 * number, wait=True).seconds
             later = bench.save(4 + 2 * number, wait=False)
             one["blocked"], one["in_background"] = later.blocked, later.seconds
-            if ranks.first:
-                _forget(list((folder / FOLDER / name_of(4 + 2 * number)).iterdir()))
-            one["load"] = bench.load(4 + 2 * number)
+            files = sorted((folder / FOLDER / name_of(4 + 2 * number)).iterdir())
+            for what in ("plain_read", "load") if number % 2 else ("load", "plain_read"):
+                bench.barrier()
+                if ranks.first:
+                    _forget(files)
+                    if what == "plain_read":
+                        one[what] = _plain_read(files)
+                bench.barrier()
+                if what == "load":
+                    one[what] = bench.load(4 + 2 * number)
             found.append(one)
             progress.update(1)
     bench.close()
