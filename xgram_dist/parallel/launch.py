@@ -16,6 +16,8 @@ import time
 from typing import IO, Any
 
 LAST_LINES = 40
+REFUSED = 2
+"""The exit code of a `UserError`."""
 
 
 def launch(arguments: list[str], ranks: int) -> int:
@@ -86,11 +88,11 @@ def _wait(processes: list[subprocess.Popen[bytes]], heard: list[_Ear]) -> int:
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, 130)]
         if failed:
-            first = failed[0]
+            first = _cause(processes, failed[0])
             words = heard[first].last_words()
             for ear in heard:
                 ear.aloud = False
-            code = codes[first]
+            code = processes[first].poll()
             assert code is not None
             if first != 0:
                 how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
@@ -100,3 +102,16 @@ def _wait(processes: list[subprocess.Popen[bytes]], heard: list[_Ear]) -> int:
         if all(code is not None for code in codes):
             return max(code for code in codes if code is not None)
         time.sleep(0.05)
+
+
+def _cause(processes: list[subprocess.Popen[bytes]], first: int) -> int:
+    """The rank that failed first; but one that refuses with a sentence takes longer to end than others to miss it."""
+    until = time.monotonic() + 3.0
+    while time.monotonic() < until:
+        refused = [rank for rank, process in enumerate(processes) if process.poll() == REFUSED]
+        if refused:
+            return refused[0]
+        if all(process.poll() is not None for process in processes):
+            break
+        time.sleep(0.05)
+    return first
