@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -19,6 +20,11 @@ from xgram_dist.config import dump_config
 from xgram_dist.errors import UserError
 
 SLURM = {"SLURM_JOB_ID": "4711", "SLURM_RESTART_COUNT": "1"}
+
+
+@pytest.fixture(autouse=True)
+def short_look(monkeypatch):
+    monkeypatch.setattr(lease_module, "DYING_SECONDS", 0.1)
 
 
 @pytest.fixture
@@ -72,6 +78,18 @@ def test_the_dead_of_this_machine_are_taken_over_at_once(tmp_path):
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)  # dead, but not buried
     with hold(tmp_path) as lease:
         assert lease.number == 2
+    child.wait()
+
+
+def test_a_holder_that_is_still_dying_is_waited_for(take, tmp_path, monkeypatch):
+    monkeypatch.setattr(lease_module, "DYING_SECONDS", 60.0)
+    code = "import pathlib, time; from xgram_dist.checkpoint.lease import take"
+    code += f"; take(pathlib.Path({str(tmp_path)!r})); print('held', flush=True); time.sleep(600)"
+    child = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+    assert child.stdout is not None
+    assert child.stdout.readline() == b"held\n"
+    threading.Timer(0.3, child.kill).start()
+    assert take(tmp_path).number == 2
     child.wait()
 
 

@@ -33,6 +33,7 @@ from xgram_dist.progress import duration
 FOLDER = "lease"
 BEAT_SECONDS = 5.0
 STALE_SECONDS = 120.0
+DYING_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -211,10 +212,20 @@ def _refuse_while_held(run: Path, number: int, me: Holder) -> None:
 
 
 def _is_over(holder: Holder, me: Holder) -> bool:
-    """Dead on this machine, or an earlier incarnation of this job."""
-    if holder.machine == me.machine and holder.started and _started(holder.pid) != holder.started:
+    """An earlier incarnation of this job, or dead on this machine."""
+    if holder.job and holder.job == me.job and me.incarnation > holder.incarnation:
         return True
-    return bool(holder.job) and holder.job == me.job and me.incarnation > holder.incarnation
+    return holder.machine == me.machine and bool(holder.started) and _is_gone(holder)
+
+
+def _is_gone(holder: Holder) -> bool:
+    """A process that was killed takes a moment to die: one that is there is looked at again."""
+    end = time.monotonic() + DYING_SECONDS
+    while _started(holder.pid) == holder.started:
+        if time.monotonic() >= end:
+            return False
+        time.sleep(0.02)
+    return True
 
 
 def _now(folder: Path, me: Holder) -> float:
