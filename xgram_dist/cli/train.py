@@ -51,12 +51,12 @@ def run(args: argparse.Namespace) -> int:
     check_files(config)
     if args.ranks > 1 and "RANK" not in os.environ:
         from xgram_dist.checkpoint.lease import check_free
+        from xgram_dist.parallel.degrees import check_degrees
         from xgram_dist.parallel.launch import launch
-        from xgram_dist.parallel.mesh import check_mesh
         from xgram_dist.train.folder import check_run_folder
 
         # What a single look can refuse is refused once, before any rank starts.
-        check_mesh(config, args.ranks)
+        check_degrees(config, args.ranks)
         accumulation(config, args.ranks // config.parallel.tensor)
         check_free(folder)
         check_run_folder(folder, config, args.fresh)

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from xgram_dist.config import Config
-from xgram_dist.errors import UserError
+from xgram_dist.parallel.degrees import check_degrees
 from xgram_dist.parallel.ranks import Ranks
 
 
@@ -40,33 +40,8 @@ def single_mesh(ranks: Ranks | None = None) -> Mesh:
     return Mesh(world, world, Ranks(), Ranks(), world)
 
 
-def check_mesh(config: Config, ranks: int) -> None:
-    """The degrees divide the ranks and what is spread over them; one sentence where not."""
-    parallel, model = config.parallel, config.model
-    tensor, replicate = parallel.tensor, parallel.replicate
-    if ranks % (tensor * replicate):
-        raise UserError(
-            f"{ranks} rank(s) are not a multiple of parallel.tensor = {tensor} x parallel.replicate = {replicate}; "
-            f"change the number of ranks or one of the two"
-        )
-    divided = {
-        "model.heads": model.heads,
-        "model.kv_heads": model.kv_heads,
-        "model.ffn_width": model.ffn_width,
-        "model.vocabulary": model.vocabulary,
-        "model.width": model.width,
-    }
-    if parallel.sequence_parallel:
-        divided["model.sequence_length (parallel.sequence_parallel)"] = model.sequence_length
-    for key, value in divided.items():
-        if value % tensor:
-            raise UserError(
-                f"{key} = {value} is not divisible by parallel.tensor = {tensor}; choose a degree that divides it"
-            )
-
-
 def build_mesh(config: Config, world: Ranks) -> Mesh:
-    check_mesh(config, world.size)
+    check_degrees(config, world.size)
     tensor, replicate = config.parallel.tensor, config.parallel.replicate
     if tensor == 1 and replicate == 1:
         return single_mesh(world)

@@ -155,8 +155,6 @@ def test_what_is_known_elsewhere_too():
     from xgram_dist.optim import tables as optim_tables
     from xgram_dist.optim.rows import blocks, catch_up, missed
     from xgram_dist.optim.rows.adamw import AdamW
-    from xgram_dist.parallel.degrees import check_degrees
-    from xgram_dist.parallel.mesh import check_mesh
 
     tuned = deepspeed_config.deepspeed_config(recipe("train.compile=false", file=RECIPES / "0.73b/vanilla.yaml"), 1)
     zero = tuned["zero_optimization"]
@@ -172,15 +170,18 @@ def test_what_is_known_elsewhere_too():
     history = missed.MissedSteps(AdamW((0.9, 0.95), 1e-8, 0.1), catch_up.HISTORY, 1, torch.float32, tiny.CPU)
     held = sum(t.nbytes for t in vars(history).values() if isinstance(t, torch.Tensor))
     assert held == pytest.approx(tables.HISTORY_BYTES, rel=0.1)
-    for ranks, parallel in ((3, {"tensor": 2}), (4, {"tensor": 4}), (8, {"tensor": 8})):
-        config = tiny.config(parallel=parallel)
-        sentences = []
-        for check in (check_degrees, check_mesh):
-            with pytest.raises(UserError) as error:
-                check(config, ranks)
-            sentences.append(str(error.value))
-        assert sentences[0] == sentences[1]
     assert plan_tables(tiny.config())
+
+
+def test_degrees_that_do_not_divide_are_refused_by_name():
+    from xgram_dist.parallel.degrees import check_degrees
+
+    check_degrees(tiny.config(parallel={"tensor": 2}), 4)
+    with pytest.raises(UserError, match=r"3 rank\(s\) are not a multiple of parallel.tensor = 2"):
+        check_degrees(tiny.config(parallel={"tensor": 2}), 3)
+    config = tiny.config(parallel={"tensor": 8})
+    with pytest.raises(UserError, match=r"model\.\w+ = \d+ is not divisible by parallel.tensor = 8"):
+        check_degrees(config, 8)
 
 
 def test_bytes_of_rings():
