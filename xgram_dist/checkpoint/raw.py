@@ -38,6 +38,8 @@ class RawFile:
 
     def __init__(self, path: Path):
         self.path = path
+        self._ahead = 0
+        """How far the disk has been asked to read."""
         try:
             # A link would lead out of the folder that the manifest speaks of.
             self._file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0)  # noqa: SIM115
@@ -74,8 +76,12 @@ class RawFile:
     def read(self, key: str, begin: int, into: memoryview, total: int) -> int:
         """Fill a buffer from here in the data; the checksum so far."""
         position = self.start + begin
-        # The disk works on what comes next while this is checked and copied.
-        os.posix_fadvise(self._file.fileno(), position + len(into), AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+        end = position + len(into)
+        if (
+            not AHEAD_BYTES // 2 <= self._ahead - end <= AHEAD_BYTES
+        ):  # the disk works on what comes next while this is checked
+            os.posix_fadvise(self._file.fileno(), end, AHEAD_BYTES, os.POSIX_FADV_WILLNEED)
+            self._ahead = end + AHEAD_BYTES
         done = 0
         while done < len(into):
             count = os.preadv(self._file.fileno(), [into[done:]], position + done)
