@@ -20,13 +20,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from xgram_dist.bench.facts import made_facts
 from xgram_dist.bench.ranks import run_on_ranks
 from xgram_dist.checkpoint.boxes import Spread, State
 from xgram_dist.checkpoint.folder import FOLDER, name_of
 from xgram_dist.checkpoint.load import load_checkpoint
 from xgram_dist.checkpoint.save import Saved, Saver
 from xgram_dist.checkpoint.state import backbone_state, table_state
-from xgram_dist.config import Config, build_config, dump_config
+from xgram_dist.config import Config, build_config
 from xgram_dist.config.schema import CheckpointConfig
 from xgram_dist.engine import build_engine
 from xgram_dist.engine.protocol import Piece
@@ -94,24 +95,7 @@ class Bench:
         return sum(box.tensor.nbytes for spread in self.state().values() for box in spread.boxes)
 
     def save(self, step: int, *, wait: bool) -> Saved:
-        facts: dict[str, Any] = {
-            "step": step,
-            "updates": 0,
-            "skipped": 0,
-            "loss": None,
-            "saved": "",
-            "started_from": None,
-            "loader": {},
-            "tokenizer": {},
-            "ranks": self.ranks.size,
-            "data_ranks": self.ranks.size,
-            "tensor": 1,
-            "engine": "replicated",
-            "placement": self.tables.store.placement.policy,
-            "config": dump_config(self.engine.config),
-            "table_optimizer": self.optimizer.kind,
-            "routing": None,
-        }
+        facts = made_facts(self.engine.config, step, self.ranks.size, self.optimizer)
         found = self.saver.save(self.state(), facts, [], wait=wait) or self.saver.outcome(wait=True)
         if found[-1].error is not None:
             raise RuntimeError(str(found[-1]))

@@ -15,10 +15,11 @@ from typing import Any
 import numpy as np
 import torch
 
+from xgram_dist.bench.facts import made_facts
 from xgram_dist.bench.step import step_config
 from xgram_dist.checkpoint.save import Saver
 from xgram_dist.checkpoint.state import backbone_state, table_state
-from xgram_dist.config import Config, dump_config
+from xgram_dist.config import Config
 from xgram_dist.data.tokenizer import train_bpe
 from xgram_dist.engine import build_engine
 from xgram_dist.inference.decoder import Cache
@@ -99,15 +100,8 @@ def _model(config: Config, frequencies: "np.ndarray[Any, Any]", folder: Path) ->
         rows, whole = table_state(tables, mesh)
         state |= rows | whole
     tokenizer = train_bpe(["the text of a tokenizer that encodes nothing here"], 257, folder / "tokenizer.json")
-    facts = {
-        "step": config.train.steps,
-        "data_ranks": 1,
-        "placement": "token",
-        "table_optimizer": None if tables is None else tables.kind,
-        "routing": None if routing is None else routing.sha256(),
-        "tokenizer": _tokenizer_facts(tokenizer),
-        "config": dump_config(config),
-    }
+    known = {"routing": None if routing is None else routing.sha256(), "tokenizer": _tokenizer_facts(tokenizer)}
+    facts = made_facts(config, config.train.steps, 1, tables, **known)
     saver = Saver(folder, config.checkpoint, Ranks())
     saver.save(state, facts, [tokenizer] + ([folder / "routing.npz"] if routing is not None else []), wait=True)
     saver.close()

@@ -60,13 +60,13 @@ class Attempts:
         self._mine.ended, self._mine.outcome, self._mine.reason = time.time(), outcome, reason
         self._write(self._mine)
 
-    def without_progress(self, step: int) -> list[Attempt]:
-        """The last starts in a row that crashed or were cut off and left no newer checkpoint than `step`."""
+    def without_progress(self, step: int, outcomes: tuple[str | None, ...] = (None, CRASHED)) -> list[Attempt]:
+        """The last starts that left no newer checkpoint than `step` and ended so: crashed or cut off."""
         found: list[Attempt] = []
         for attempt in reversed(read_attempts(self._run)):
             if attempt.job != self._job or attempt.step < step:
                 break
-            if attempt.outcome in (None, CRASHED):
+            if attempt.outcome in outcomes:
                 found.append(attempt)
         return found[::-1]
 

@@ -5,7 +5,8 @@
 | the ranks                                   | the job                                                              |
 |---------------------------------------------|----------------------------------------------------------------------|
 | end with 0: training is complete            | ends with 0                                                          |
-| were asked to stop (USR1, TERM), and saved  | requeues itself; the next start goes on from that checkpoint         |
+| were asked to stop (USR1, TERM), and saved  | requeues itself; the next start goes on from that checkpoint, unless |
+|                                             | too many in a row were stopped before there was a new one            |
 | refuse to go on (exit code 2)               | ends with 2: it would be refused again                               |
 | end in any other way                        | requeues itself, unless too many starts in a row left no checkpoint  |
 
@@ -34,8 +35,11 @@ from xgram_dist.slurm.environment import meeting_place
 CANCELLED = "cancelled"
 """A file in RUN/slurm: someone asked for the run to end; no requeue."""
 STOPPED_CODE = 130
+STOPS = 10
+"""In a row, without a new checkpoint. Preemption may end many starts early; a time limit too short ends all of them."""
 _FAILED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
+_CODE_BY_TORCHRUN = re.compile(r"^\s*exitcode\s*:\s*(\d+)\b")
 _LAST_WORDS = re.compile(r"^(?:\[rank(\d+)\]: )?((?:[\w.]+(?:Error|Exception)\b|xgram-dist ).*)$")
 
 
@@ -74,6 +78,7 @@ class Job:
         self.stopping = False
         self.failure: Failure | None = None
         self.complaint = ""
+        self.refused = False
         self.deciding = threading.Lock()
         self.requeued = False
 
@@ -130,6 +135,8 @@ class Job:
             sys.stderr.flush()
             if words := _LAST_WORDS.match(line):
                 last_words[words[1] or ""] = words[2].strip()[:300]
+            code = _CODE_BY_TORCHRUN.match(line)  # of a rank; its own is 1 whatever theirs are
+            self.refused |= code is not None and int(code[1]) == 2 and self.args.launcher == "torchrun"
             if not line.startswith("srun: error:"):
                 continue
             self.complaint = self.complaint or line.removeprefix("srun: error:").strip()
@@ -165,10 +172,14 @@ class Job:
         if code == 0:
             return self.end(COMPLETE, "training is complete", 0)
         why = str(self.failure or self.complaint or f"srun ended with exit code {code}")
-        if self.failure is not None and self.failure.code == 2:
+        if self.refused or (self.failure is not None and self.failure.code == 2):
             return self.end(REFUSED, f"{why}, which starting again would not change: see the log above it", 2)
         if self.stopping or (self.failure.stopped if self.failure else code == STOPPED_CODE):
-            return self.requeue(STOPPED, "asked to stop")
+            stops = 1 + len(self.attempts.without_progress(newest_step(self.folder), (STOPPED,)))
+            if stops < STOPS:
+                return self.requeue(STOPPED, "asked to stop")
+            reason = f"asked to stop {stops} times in a row before there was a new checkpoint; not requeued: a longer "
+            return self.end(STOPPED, f"{reason}--time, or checkpoints more often (checkpoint.every), would help", 1)
         lost = self.attempts.without_progress(newest_step(self.folder))
         if len(lost) > self.args.restarts:
             return self.give_up([*(one.why() for one in lost[:-1]), why])

@@ -7,7 +7,8 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from xgram_dist.bench.engine import PaperModel, SentBytes, layout_config, layout_frequencies, padded_accesses
+from xgram_dist.bench.engine.layout import PaperModel, layout_config, layout_frequencies, padded_accesses
+from xgram_dist.bench.engine.turns import SentBytes
 from xgram_dist.cli.main import main
 from xgram_dist.memory.layout import num_views, routing_settings
 from xgram_dist.memory.routing.build import build_routing

@@ -105,6 +105,31 @@ def test_a_refusal_is_not_tried_again(slurm):
     assert "xgram-dist train: no" in last(slurm).reason
 
 
+def test_a_refusal_under_torchrun_is_known_by_the_code_of_its_rank(slurm):
+    lines = [
+        "xgram-dist train: no",
+        "  exitcode  : 2 (pid: 71)",
+        "srun: error: n2: task 1: Exited with exit code 1",
+    ]
+    srun = "".join(f'echo "{line}" >&2\n' for line in lines) + "exit 1"
+    assert run_job(slurm, srun, "--launcher", "torchrun") == 2
+    assert not calls(slurm, "scontrol requeue")
+    run_job(slurm, srun.replace(": 2", ": 1"), "--launcher", "torchrun")
+    assert len(calls(slurm, "scontrol requeue")) == 1
+
+
+def test_a_run_that_is_always_stopped_before_its_first_checkpoint_is_given_up(slurm, monkeypatch):
+    for restart in range(job_module.STOPS):
+        start_number(slurm, monkeypatch, restart)
+        assert run_job(slurm, "exit 130") == 1
+    assert len(calls(slurm, "scontrol requeue")) == job_module.STOPS - 1
+    assert "asked to stop 10 times in a row" in last(slurm).reason
+    (slurm / "run" / "checkpoints" / "step-00000003").mkdir(parents=True)  # with progress the count begins anew
+    start_number(slurm, monkeypatch, job_module.STOPS)
+    run_job(slurm, "exit 130")
+    assert len(calls(slurm, "scontrol requeue")) == job_module.STOPS
+
+
 @pytest.mark.parametrize("how", ["file", "slurm"])
 def test_a_cancelled_job_is_not_requeued(slurm, how):
     if how == "slurm":
