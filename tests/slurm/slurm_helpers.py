@@ -30,7 +30,7 @@ def paced_python(folder):
     return str(path)
 
 
-def write_site(folder, pace=0.3, crash="", **keys):
+def write_site(folder, pace=0.3, crash="", absent=None, **keys):
     tree = {
         "gpus_per_node": 0,
         "ranks_per_node": 1,
@@ -40,6 +40,8 @@ def write_site(folder, pace=0.3, crash="", **keys):
         "environment": {"OMP_NUM_THREADS": "1", "TEST_PACE": str(pace), "TEST_CRASH": crash or ":"},
         **keys,
     }
+    if absent:
+        tree["environment"]["TEST_ABSENT"] = absent
     tree["environment"]["PYTHON_EXEC"] = tree["python"]  # what torchrun starts ranks with
     path = folder / "site.yaml"
     path.write_text(yaml.safe_dump(tree))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import yaml
 from cluster import wait_for
+from eval_helpers import make_benchmarks
 from slurm_helpers import (
     assert_same_weights,
     log,
@@ -21,6 +22,7 @@ from slurm_helpers import (
 
 from xgram_dist.checkpoint.folder import found_steps
 from xgram_dist.cli.main import main
+from xgram_dist.slurm.attempts import read_attempts
 from xgram_dist.slurm.commands import job_state, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,16 +30,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def test_an_array_of_three_seeds_trains_three_runs_and_evaluates_each_after_it(cluster, data, tmp_path):
     recipe, folder = write_recipe(tmp_path, data), tmp_path / "sweep"
+    benchmarks = make_benchmarks(tmp_path / "benchmarks", count=4)
     words = ["--site", write_site(tmp_path, pace=0), "--folder", str(folder), "--no-preflight"]
+    words += ["eval.tasks=[sciq]", f"eval.data={benchmarks}"]
     assert main(["submit", recipe, *words, "--array", "train.seed=0,1,2", "--then", "eval"]) == 0
     expected = undisturbed(recipe, tmp_path / "one", 1, "train.seed=1")
     runs = [folder / str(task) for task in range(3)]
     for run in runs:
         jobs = json.loads((run / "slurm" / "jobs.json").read_text())
         assert wait_for_end(jobs["train"], run) == "COMPLETED", log(run)
-        wait_for(lambda jobs=jobs: job_state(jobs["eval"]) == "COMPLETED", 60)
-        said = (run / "slurm" / "eval.txt").read_text()
-        assert said == f"evaluating {run} --tasks paper\n"
+        wait_for(lambda jobs=jobs: job_state(jobs["eval"]) == "COMPLETED", 120)
+        (result,) = (run / "eval").glob("*.json")
+        assert json.loads(result.read_text())["results"]["sciq"]["acc,none"] in {0, 0.25, 0.5, 0.75, 1}
     names = [yaml.safe_load((run / "config.yaml").read_text())["name"] for run in runs]
     assert names == [f"small-xgram-seed-{seed}" for seed in range(3)]
     assert_same_weights(runs[1], expected)
@@ -122,3 +126,12 @@ def test_the_preflight_names_a_slow_node_among_three(cluster, data, tmp_path):
         cluster.unthrottle("n2")
     assert "preflight: node n2 is slow" in log(run)
     assert "node n1 is slow" not in log(run)
+
+
+def test_the_preflight_names_a_node_that_does_not_come(cluster, data, tmp_path):
+    recipe, run = write_recipe(tmp_path, data), tmp_path / "run"
+    site = write_site(tmp_path, absent="n2", restarts=0, sbatch=["--nodelist=n1,n2"])
+    job = submit(recipe, site, run, "--nodes", "2")
+    assert wait_for_end(job, run) == "FAILED", log(run)
+    assert "1 of 2 ranks did not report within 5 s: node n2 (rank 1)" in log(run)
+    assert "1 of 2 ranks did not report" in read_attempts(run)[-1].reason

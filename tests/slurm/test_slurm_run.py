@@ -4,6 +4,7 @@ Each run ends with the weights of a run that was never disturbed: to the last bi
 """
 
 import os
+import re
 import signal
 
 import pytest
@@ -87,8 +88,8 @@ def test_a_signal_a_preemption_and_a_killed_rank_change_no_bit(cluster, data, tm
     wait_for_step(run, found_steps(run)[-1] + 1)
     os.kill(cluster.processes("n2", RANK)[-1], signal.SIGKILL)
     assert wait_for_end(job, run) == "COMPLETED", log(run)
-    assert outcomes(run)[:3] == ["stopped", "stopped", "crashed"]
-    assert outcomes(run)[-1] == "complete"  # Slurm has been seen to ask once more in between
+    # Slurm has been seen to preempt once more before the urgent job had left.
+    assert re.fullmatch("stopped stopped crashed (stopped )?complete", " ".join(outcomes(run)))
     assert "rank 1 on n2 ended: Killed" in reasons(run)[2]
     assert [record["step"] for record in read_metrics(run, "train")] == list(range(1, STEPS + 1))
     assert_same_weights(run, expected)

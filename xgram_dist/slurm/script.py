@@ -71,8 +71,8 @@ def train_script(script: Script) -> str:
     )
 
 
-def eval_script(script: Script) -> str:
-    """Evaluates the newest checkpoint of the run, on one GPU."""
+def eval_script(script: Script, tasks: tuple[str, ...], data: Path | None) -> str:
+    """Evaluates the newest checkpoint of the run, on one GPU: all documents of the tasks."""
     site, run = script.site, script.folders[0]
     command = " ".join([*map(quote, (*site.container, script.python)), "-m xgram_dist eval"])
     return "\n".join(
@@ -87,7 +87,7 @@ def eval_script(script: Script) -> str:
             f"RUN={quote(str(run))}",
             'export PYTHONPATH="$RUN/slurm/code"',
             "",
-            f'exec {command} "$RUN" --tasks paper',
+            f'exec {command} "$RUN" --tasks {quote(",".join(tasks))}' + (f" --data {quote(str(data))}" if data else ""),
             "",
         ]
     )

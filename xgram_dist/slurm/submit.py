@@ -72,8 +72,18 @@ def plan_submission(request: Request) -> Submission:
     )
     evals = []
     if request.then_eval:
-        evals = [eval_script(_alone(script, run)) for run in runs]
+        evals = [eval_script(_alone(script, run), run.config.eval.tasks, _benchmarks(run.config)) for run in runs]
     return Submission(runs, train_script(script), evals)
+
+
+def _benchmarks(config: Config) -> Path | None:
+    """Where the recipe has its benchmarks; a folder that is missing is refused before the queue."""
+    if config.eval.data is None:
+        return None
+    folder = Path(config.eval.data).absolute()
+    if not folder.is_dir():
+        raise UserError(f"eval.data '{config.eval.data}' is not a folder; --then eval would find no benchmarks there")
+    return folder
 
 
 def submit(submission: Submission) -> list[str]:

@@ -71,8 +71,9 @@ def test_a_task_of_an_array_finds_its_own_folder(tmp_path):
 
 
 def test_the_evaluation_is_of_the_run(tmp_path):
-    words, _, _ = executed(eval_script(script(tmp_path, NASTY)), tmp_path)
-    assert words == ["-m", "xgram_dist", "eval", f"{tmp_path}/{NASTY}", "--tasks", "paper"]
+    words, _, _ = executed(eval_script(script(tmp_path, NASTY), ("sciq", NASTY), tmp_path / NASTY), tmp_path)
+    expected = [f"{tmp_path}/{NASTY}", "--tasks", f"sciq,{NASTY}", "--data", f"{tmp_path}/{NASTY}"]
+    assert words == ["-m", "xgram_dist", "eval", *expected]
 
 
 @pytest.mark.parametrize("folder", ["two\nlines", "a\x1bb", "half%j", "back\\slash"])

@@ -62,8 +62,13 @@ def test_a_dry_run_prints_the_script_and_leaves_nothing(here, data, capsys):
     assert submit(recipe(here, data), "train.micro_batch=1", "--nodes", "1-2", "--dry-run", "--then", "eval") == 0
     out = capsys.readouterr().out
     assert "--counts 1,2 " in out
-    assert "-m xgram_dist eval" in out
+    assert '-m xgram_dist eval "$RUN" --tasks paper\n' in out
     assert sorted(path.name for path in here.iterdir()) == ["recipe.yaml", "site.yaml"]
+
+
+def test_an_evaluation_without_its_benchmarks_is_refused_before_the_queue(here, data, capsys):
+    assert submit(recipe(here, data), "eval.data=nowhere", "--dry-run", "--then", "eval") == 2
+    assert "eval.data 'nowhere' is not a folder" in capsys.readouterr().err
 
 
 def test_several_recipes_are_an_array(here, data, capsys):
