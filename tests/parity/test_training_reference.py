@@ -4,6 +4,7 @@ The reference keeps every table as a plain tensor under autograd, retrieves by t
 gradients of all micro-batches, clips by the joint norm and applies AdamW as it stands in the textbook.
 """
 
+import method_models as methods
 import pytest
 import tiny_models as tiny
 import torch
@@ -19,6 +20,11 @@ STEPS = 12
 CASES = {
     "50 %": {},
     "100 %": {"compression": 1.0},
+    "ple": {},
+    "retoken": {},
+    "mort": {},
+    "stem": {},
+    "engram": {},
     "sites h and v, VIP rows slower": {
         "sites": {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}},
         "learning_rate": {"multiplier": 4.0, "vip_multiplier": 1.5},
@@ -50,16 +56,21 @@ def reference_gradients(made, tables, batch, warmup):
         if state.gates is not None:
             state.gates.requires_grad_()
     names = [table.name for state in tables.store.states for table in state.slab.tables]
-    vocabulary = made.embedding.shape[0]
+    keys = tables.planner._keys_of
+    count = made.embedding.shape[0] if keys is None else tables.store.states[0].slab.rows
     for tokens in batch:
-        values = {n: torch.stack([tiny.literal_retrieval(tables, n, t) for t in range(vocabulary)]) for n in names}
-        loss, _ = made.loss(tokens, tokens, values, torch.tensor(warmup, dtype=F64))
+        values = {n: torch.stack([tiny.literal_retrieval(tables, n, t) for t in range(count)]) for n in names}
+        slots = tokens if keys is None else torch.from_numpy(keys(tokens.numpy())).long()
+        loss, _ = made.loss(tokens, slots, values, torch.tensor(warmup, dtype=F64))
         (loss / len(batch)).backward()
 
 
 @pytest.mark.parametrize("case", CASES)
 def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
-    settings = tiny.config(memory=CASES[case], train={**tiny.BASE["train"], "steps": 60})
+    if case in methods.MEMORY:
+        settings = methods.config(case, train={"steps": 60})
+    else:
+        settings = tiny.config(memory=CASES[case], train={**tiny.BASE["train"], "steps": 60})
     made, tables = tiny.model(settings, F64), tiny.tables(settings, F64)
     twin, twin_tables = tiny.model(settings, F64), tiny.tables(settings, F64)
     optimizer = Optimizer(settings, build_engine(settings, made, single_mesh(), tiny.CPU), tables, single_mesh())

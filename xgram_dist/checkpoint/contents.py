@@ -12,7 +12,7 @@ import yaml
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.checkpoint.raw import DamagedFileError, RawFile, checksum_of
 
-_TABLE = re.compile(r"^tables\.layers\.\d+\.(\w+)\.(\d+)\.(rows|gates)(\..+)?$")
+_TABLE = re.compile(r"^tables\.layers\.(?:\d+|all)\.(\w+)\.(\d+)\.(rows|gates)(\..+)?$")
 _SLAB = re.compile(r"^tables\.slab-(\d+)\.")
 
 

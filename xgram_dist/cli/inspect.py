@@ -106,7 +106,9 @@ def _lines(one: dict[str, Any]) -> list[tuple[str, str]]:
         ("saved", f"{one['saved']} by {by}"),
         ("layout", f"{one['ranks']} rank(s), tensor degree {one['tensor']}, engine {one['engine']}"),
     ]
-    if one["method"] != "vanilla":
+    if one["method"] != "vanilla" and one["table_optimizer"] is None:
+        lines.append(("method", f"{one['method']}, whose tables are made at export"))
+    elif one["method"] != "vanilla":
         text = f"{one['method']}, compression {one['compression']}, optimizer {one['table_optimizer']}"
         lines.append(("tables", text + (f", routing {one['routing'][:12]}" if one["routing"] else "")))
     lines.append(("data", f"{one['position']:,} sequences of {one['data'][:12]}, tokenizer {one['tokenizer'][:12]}"))

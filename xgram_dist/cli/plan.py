@@ -24,13 +24,14 @@ EXAMPLES = """
   xgram-dist plan recipes/0.73b/xgram-4x-50.yaml --ranks 64 --frequencies frequencies.npz --memory-per-rank 80GB
   xgram-dist plan recipes/1.15b/xgram-4x-100.yaml --ranks 256 --tensor 2 train.micro_batch=4 --bandwidth 100
   xgram-dist plan recipes/0.73b/xgram-1x-50.yaml --frequencies frequencies.npz --host-bandwidth 50 --policies
+  xgram-dist plan --table recipes/0.73b/*.yaml
 """
 
 MEANINGS = {
     "backbone_parameters": "backbone parameters",
     "table_parameters": "table parameters",
     "gate_parameters": "row gates",
-    "extractor_parameters": "convolutions and gains",
+    "extractor_parameters": "parameters beside tables",
     "tables": "tables",
     "rows_per_table": "rows a table",
     "activation_width": "retrieved width a token",
@@ -54,6 +55,7 @@ MACHINE = {
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="change keys of the recipe")
+    parser.add_argument("--table", action="store_true", help="several recipes (those with a name), a line each")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: up to 16, as the batch divides)")
     parser.add_argument("--tensor", type=int, metavar="T", help="ranks that share each layer; as parallel.tensor=T")
     parser.add_argument("--memory-per-rank", metavar="SIZE", help="80GB or 80GiB: whether it fits, and what would help")
@@ -75,6 +77,8 @@ def run(args: argparse.Namespace) -> int:
     from xgram_dist.config import load_config
     from xgram_dist.plan.budget import plan_budget
 
+    if args.table:
+        return _table(args)
     overrides = args.overrides if args.tensor is None else [*args.overrides, f"parallel.tensor={args.tensor}"]
     config = load_config(args.recipe, overrides)
     axes, machine, limit = _axes(args, config), _machine(args), _limit(args)
@@ -93,10 +97,60 @@ def run(args: argparse.Namespace) -> int:
     if exchange is not None:
         _print_exchange(exchange)
     _print_layouts(found, machine, limit)
-    if source is None and config.memory.method != "vanilla":
+    if source is None and frequencies is not None:
         print("\ntokens by Zipf's law, for want of frequencies")
     if missing:
         print(f"\n{missing}")
+    return 0
+
+
+def _table(args: argparse.Namespace) -> int:
+    """The paper's accounting: a line a recipe."""
+    from xgram_dist.config import load_config
+    from xgram_dist.config.load import read_tree
+    from xgram_dist.plan.budget import plan_budget
+    from xgram_dist.plan.counted import count_twin
+
+    files = [args.recipe, *(word for word in args.overrides if "=" not in word)]
+    overrides = [word for word in args.overrides if "=" in word]
+    found = []
+    with Progress(len(files), "recipes", "counting") as progress:
+        for file in files:
+            if "name" in read_tree(Path(file), "recipe"):
+                config = load_config(file, overrides)
+                budget, twin = plan_budget(config).as_dict(), count_twin(config)
+                found.append({"name": config.name, "method": config.memory.method, **budget, "twin": twin.as_dict()})
+            progress.update()
+    if args.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    table(
+        [
+            "recipe",
+            "table parameters",
+            "beside tables",
+            "retrieved width",
+            "added FLOPs",
+            "relative",
+            "counted",
+            "differ",
+        ],
+        [
+            [
+                one["name"],
+                f"{one['table_parameters'] / 1e9:.3f} B",
+                f"{one['extractor_parameters'] / 1e6:,.2f} M",
+                f"{one['activation_width']:,}",
+                f"{one['extra_flops_per_token'] / 1e6:,.2f} M",
+                f"{one['relative_flops']:.4f}x",
+                f"{one['twin']['counted_relative']:.4f}x",
+                f"{100 * one['twin']['difference']:+.2f} %",
+            ]
+            for one in found
+        ],
+    )
+    print("\nbeside: parameters beside backbone and tables; retrieved: numbers a token; FLOPs a token, forward")
+    print("counted: relative FLOPs of a small model of the same kind, by torch's counter; differ: from its formula")
     return 0
 
 
@@ -209,10 +263,13 @@ def _exchange(
     routing: "Routing | None",
 ) -> tuple[dict[str, Any] | None, str]:
     """The figures of the exchange; or None, and what is missing for them."""
+    from xgram_dist.memory.layout import has_tables
     from xgram_dist.plan.exchange import plan_exchange
 
-    if config.memory.method == "vanilla":
+    if not has_tables(config):
         return None, "no tables, so nothing is exchanged for them"
+    if config.memory.method == "engram":
+        return None, "how often n-grams come again is not known: each counts as new"
     if source is None:
         return None, f"for the exchange of a step: {missing}"
     exchange = plan_exchange(config, frequencies, routing, axes.data, machine.host_bandwidth).as_dict()
@@ -248,14 +305,14 @@ def _frequency_file(args: argparse.Namespace, config: "Config") -> tuple[Path | 
 
 def _load(config: "Config", source: Path | None) -> "tuple[Any, Routing | None]":
     """Frequencies and routing, as a run would have them; without a file, by Zipf's law. None without tables."""
-    from xgram_dist.memory.layout import num_rows, num_views, routing_settings
+    from xgram_dist.memory.layout import has_tables, num_rows, num_views, routing_settings
     from xgram_dist.memory.routing.build import build_routing
     from xgram_dist.memory.routing.frequencies import load_frequencies
     from xgram_dist.memory.routing.routing import Routing
     from xgram_dist.plan.traffic import zipf
 
     vocabulary, file = config.model.vocabulary, config.memory.routing.file
-    if config.memory.method == "vanilla":
+    if not has_tables(config):
         return None, None
     frequencies = zipf(vocabulary) if source is None else load_frequencies(source, vocabulary)
     if config.memory.compression == 1:

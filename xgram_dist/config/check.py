@@ -3,6 +3,7 @@
 import math
 from pathlib import Path
 
+from xgram_dist.config.methods import check_method
 from xgram_dist.config.schema import Config
 from xgram_dist.errors import UserError
 
@@ -37,7 +38,7 @@ def check_files(config: Config) -> None:
         "memory.routing.file": (config.memory.routing.file, "xgram-dist route"),
         "memory.routing.frequencies": (config.memory.routing.frequencies, "xgram-dist frequencies"),
     }
-    if config.memory.method == "vanilla" or config.memory.compression == 1:  # nothing is routed
+    if config.memory.method != "xgram" or config.memory.compression == 1:  # nothing is routed
         named = {"data.path": named["data.path"]}
     for key, (path, command) in named.items():
         if path is not None and not Path(path).exists():
@@ -58,9 +59,18 @@ def _check_model(config: Config) -> None:
 
 
 def _check_memory(config: Config) -> None:
-    model, memory = config.model, config.memory
+    memory = config.memory
     if memory.method == "vanilla":
         return
+    check_method(config)
+    if memory.method in ("xgram", "ple"):
+        _check_sites(config)
+    if memory.method == "xgram" and memory.compression < 1:
+        _check_rows(config)
+
+
+def _check_sites(config: Config) -> None:
+    memory = config.memory
     if not memory.sites:
         raise UserError(
             f"memory.method = {memory.method} needs at least one of memory.sites (h, q, k, v, o, qk), for example "
@@ -69,24 +79,11 @@ def _check_memory(config: Config) -> None:
     if "qk" in memory.sites and {"q", "k"} & set(memory.sites):
         raise UserError("memory.sites.qk is one table for both q and k; it cannot stand beside memory.sites.q or .k")
     for name, site in memory.sites.items():
-        if site.layers != "all":
-            for layer in site.layers:
-                if layer >= model.layers:
-                    raise UserError(
-                        f"memory.sites.{name}.layers: {layer} is out of range; model.layers = {model.layers}, so "
-                        f"0 to {model.layers - 1} are valid"
-                    )
-            if len(set(site.layers)) != len(site.layers) or not site.layers:
-                raise UserError(
-                    f"memory.sites.{name}.layers = {list(site.layers)} must name at least one layer, each once"
-                )
         if memory.extraction.shared and len(set(site.kernels)) > 1:
             raise UserError(
                 f"memory.extraction.shared needs one kernel size, but memory.sites.{name}.kernels = "
                 f"{list(site.kernels)}; give one, or set memory.extraction.shared=false"
             )
-    if memory.compression < 1:
-        _check_rows(config)
 
 
 def _check_parallel(config: Config) -> None:

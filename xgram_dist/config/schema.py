@@ -15,6 +15,7 @@ NotNegative = Annotated[int, Field(ge=0)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Bytes = Annotated[str, Field(pattern=BYTES)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
+Layers = Literal["all"] | tuple[NotNegative, ...]
 
 
 class Section(BaseModel):
@@ -61,7 +62,7 @@ class SiteConfig(Section):
     """Parallel retrieval-and-extraction branches, each with its own tables."""
     kernels: Annotated[tuple[Positive, ...], Field(min_length=1)] = (3,)
     """Convolution lengths; view m uses kernels[m mod number of kernels]."""
-    layers: Literal["all"] | tuple[NotNegative, ...] = "all"
+    layers: Layers = "all"
     """Blocks that have this site: all, or a list of indices from 0."""
 
 
@@ -110,6 +111,78 @@ class InjectionConfig(Section):
     """Divide the sum over views by sqrt(views)."""
 
 
+class RetokenConfig(Section):
+    """memory.method = retoken: the feed-forward's output times factors that the token looks up."""
+
+    views: Positive = 1
+    """Factors, each with its own tables."""
+    layers: Layers = "all"
+    """Blocks that have them: all, or a list of indices from 0."""
+
+
+class MortConfig(Section):
+    """memory.method = mort: a router mixes rows of the token; the mix is added to the block's output."""
+
+    views: Positive = 2
+    """Tables a block, among which the router chooses."""
+    top: Positive = 2
+    """Tables that a position reads."""
+    balance: Annotated[float, Field(ge=0)] = 1e-4
+    """Weight of the load-balancing loss, summed over blocks."""
+    layers: Layers = "all"
+    """Blocks that have it: all, or a list of indices from 0."""
+
+
+class StemConfig(Section):
+    """memory.method = stem: a row of the token stands in place of the feed-forward's up projection."""
+
+    layers: Layers = "all"
+    """Blocks whose up projection is replaced: all, or a list of indices from 0."""
+
+
+class EngramConfig(Section):
+    """memory.method = engram: rows of hashed n-grams, gated by the hidden state, added before a block."""
+
+    orders: Annotated[tuple[Annotated[int, Field(ge=1, le=8)], ...], Field(min_length=1)] = (2, 3)
+    """Lengths of the n-grams that end at a position."""
+    heads: Positive = 8
+    """Hash heads of each order, each with its own rows."""
+    rows: Positive | None = None
+    """Rows of a head: the next primes, each head another; without it, the vocabulary."""
+    width: Positive | None = None
+    """Of the rows of all heads and orders side by side; without it, the model's."""
+    taps: Positive = 4
+    """Length of the convolution over what is added."""
+    fold: bool = True
+    """Count tokens as one whose text is the same after normalisation (NFKC, no accents, lower case, white space)."""
+    layers: Layers = "all"
+    """Blocks that have it: all, or a list of indices from 0."""
+
+
+class MoleConfig(Section):
+    """memory.method = mole: routed experts that see the token's embedding alone, so that they can become tables."""
+
+    experts: Positive = 4
+    """Experts a block; all of them answer, the router weighs them."""
+    width: Positive | None = None
+    """Inner width of an expert; without it, model.ffn_width."""
+    layers: Layers = "all"
+    """Blocks that have them: all, or a list of indices from 0."""
+
+
+class SconeConfig(Section):
+    """memory.method = scone: frequent n-grams get an embedding from a small side network, added at the input."""
+
+    grams: Positive = 100_000
+    """Most frequent n-grams of the data that get one."""
+    longest: Annotated[int, Field(ge=2, le=8)] = 3
+    """Longest of these n-grams; the shortest is 2. A position takes the longest that ends there."""
+    layers: Positive = 2
+    """Blocks of the side network, each as wide as the model's."""
+    sequences: Positive = 16_384
+    """Sequences of the data over which n-grams are counted."""
+
+
 class TableLearningRate(Section):
     """The tables' learning rate: the backbone's, times a multiplier that is itself warmed up."""
 
@@ -128,16 +201,22 @@ class TableLearningRate(Section):
 class MemoryConfig(Section):
     """The token-indexed tables."""
 
-    method: Literal["vanilla", "xgram"] = "vanilla"
-    """vanilla has no tables."""
+    method: Literal["vanilla", "xgram", "ple", "retoken", "mort", "engram", "stem", "mole", "scone"] = "vanilla"
+    """What is computed (docs/methods.md). vanilla has no tables."""
     compression: Annotated[float, Field(gt=0, le=1)] = 0.5
     """Rows of a table as a share of the vocabulary; at 1, row = token id without hashing, gates and copies."""
     sites: dict[Literal["h", "q", "k", "v", "o", "qk"], SiteConfig] = Field(default_factory=dict)
-    """Where to inject: h residual before a block, q, k, v after their projection, o after the output projection,
-    qk one table for both q and k."""
+    """xgram, ple: where to inject: h residual before a block, q, k, v after their projection, o after the output
+    projection, qk one table for both q and k."""
     routing: RoutingConfig = RoutingConfig()
     extraction: ExtractionConfig = ExtractionConfig()
     injection: InjectionConfig = InjectionConfig()
+    retoken: RetokenConfig = RetokenConfig()
+    mort: MortConfig = MortConfig()
+    stem: StemConfig = StemConfig()
+    engram: EngramConfig = EngramConfig()
+    mole: MoleConfig = MoleConfig()
+    scone: SconeConfig = SconeConfig()
     learning_rate: TableLearningRate = TableLearningRate()
     row_gates: bool = True
     """One learnable scalar a row and table, through a sigmoid."""

@@ -1,6 +1,6 @@
 """A checkpoint as a Hugging Face folder: weights, configuration, tokenizer, code, generation settings, model card.
 
-X-gram goes with its own modelling code (three files, torch and transformers alone). A vanilla backbone needs none:
+A model with tables goes with its own modelling code (torch and transformers alone). A vanilla backbone needs none:
 pre-norm with QK-norm over the whole width is what the stock OLMoE computes when it has one expert. Only document
 masking has no stock form. The folder is written aside and renamed when it is complete.
 """
@@ -16,13 +16,13 @@ from xgram_dist.config import dump_config
 from xgram_dist.errors import UserError
 from xgram_dist.export.shards import write_shards
 from xgram_dist.export.weights import stock_weights, xgram_weights
-from xgram_dist.inference import configuration_xgram, decoder, modeling_xgram
+from xgram_dist.inference import configuration_xgram, decoder, methods, modeling_xgram, parts
 from xgram_dist.inference.open import Checkpoint
 from xgram_dist.parallel.device import DTYPES
 from xgram_dist.plan.budget import plan_budget
 from xgram_dist.progress import Progress
 
-CODE = (configuration_xgram, decoder, modeling_xgram)
+CODE = (configuration_xgram, parts, methods, decoder, modeling_xgram)
 
 
 def export_hf(checkpoint: Checkpoint, target: Path, precision: str) -> dict[str, Any]:
@@ -47,7 +47,7 @@ def export_hf(checkpoint: Checkpoint, target: Path, precision: str) -> dict[str,
 def stock_reason(checkpoint: Checkpoint) -> str | None:
     """Why no architecture of transformers computes this model; None: one does."""
     if checkpoint.config.memory.method != "vanilla":
-        return "its tables and short convolutions are in no architecture of transformers"
+        return "its tables are in no architecture of transformers"
     if checkpoint.config.model.document_masking:
         return "no architecture of transformers keeps documents of a sequence apart"
     return None
@@ -78,6 +78,7 @@ def _write(checkpoint: Checkpoint, folder: Path, precision: str) -> dict[str, An
             "tables": weights.tables,
             "accesses": weights.accesses,
             "gated": weights.gated,
+            "keys": weights.keys,
         }
         for module in CODE:
             shutil.copyfile(str(module.__file__), folder / Path(str(module.__file__)).name)

@@ -10,9 +10,11 @@ from torch import Tensor
 
 from xgram_dist.checkpoint.storage import FolderReader
 from xgram_dist.export.shards import Stream
+from xgram_dist.inference.computed import SIDE, ComputedTables
 from xgram_dist.inference.modeling_xgram import module_name
-from xgram_dist.inference.open import Checkpoint, read_whole
+from xgram_dist.inference.open import Checkpoint
 from xgram_dist.inference.rows import MappedTables
+from xgram_dist.inference.weights import read_whole
 
 BLOCK_ELEMENTS = 1 << 22
 BACKBONE = "backbone."
@@ -25,15 +27,29 @@ class Weights:
     tables: list[dict[str, Any]]
     accesses: list[int]
     gated: bool
+    keys: list[int]
+    """Sizes of the arrays by which n-grams are looked up."""
 
 
 def xgram_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Weights:
     reader = FolderReader(checkpoint.folder, checkpoint.manifest)
-    streams = {f"decoder.{name}": _parameter(reader, name, dtype) for name in backbone_names(checkpoint)}
-    tables = checkpoint.tables(reader, verify=True)
+    names = [name for name in backbone_names(checkpoint) if not any(part in name for part in SIDE)]
+    streams = {f"decoder.{name}": _parameter(reader, name, dtype) for name in names}
+    tables, keys = checkpoint.tables(reader, verify=True), checkpoint.keys()
+    arrays = [] if keys is None else keys.arrays
+    streams |= {
+        f"key_map.array_{n}": _whole(torch.from_numpy(array.astype(np.int64))) for n, array in enumerate(arrays)
+    }
+    sizes = [len(array) for array in arrays]
     if tables is None:
-        return Weights(streams, [], [], False)
+        return Weights(streams, [], [], False, sizes)
     listed: list[dict[str, Any]] = []
+    if isinstance(tables, ComputedTables):
+        for made in tables.tables:
+            listed.append({"name": made.name, "rows": made.rows, "width": made.width, "view": 0})
+            rows_of = _rows(tables, made.name, (made.rows, made.width), dtype)
+            streams[f"tables.{module_name(made.name)}.rows"] = rows_of
+        return Weights(streams, listed, [], False, sizes)
     for number, slab in enumerate(tables.slabs):
         for table in slab.slab.tables:
             rows, width = slab.slab.rows, table.width
@@ -51,7 +67,7 @@ def xgram_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> Weights:
             ):
                 streams[f"views.{number}.{key}"] = _whole(torch.from_numpy(values.copy()))
     accesses = [] if tables.routing is None else [len(tables.routing.views[s.slab.view].rows) for s in tables.slabs]
-    return Weights(streams, listed, accesses, tables.slabs[0].gates is not None)
+    return Weights(streams, listed, accesses, tables.slabs[0].gates is not None, sizes)
 
 
 STOCK = {
@@ -111,7 +127,7 @@ def _parameter(reader: FolderReader, name: str, dtype: torch.dtype) -> Stream:
     return Stream(shape, kept, blocks)
 
 
-def _rows(tables: MappedTables, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Stream:
+def _rows(tables: MappedTables | ComputedTables, name: str, shape: tuple[int, int], dtype: torch.dtype) -> Stream:
     step = max(1, BLOCK_ELEMENTS // shape[1])
 
     def blocks() -> Iterator[Tensor]:

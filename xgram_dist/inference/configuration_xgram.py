@@ -15,10 +15,13 @@ class XgramConfig(PretrainedConfig):  # type: ignore[misc]
         tables: list[dict[str, Any]] | None = None,
         accesses: list[int] | None = None,
         gated: bool = False,
+        keys: list[int] | None = None,
         **kwargs: Any,
     ):
         """`spec`: as `decoder.Spec`. `tables`: name, rows, width and view of each. `accesses`: of each view, rows that
-        all tokens together read; none where row = token id. `gated`: rows have gates."""
+        all tokens together read; none where row = token id. `gated`: rows have gates. `keys`: sizes of the arrays by
+        which n-grams are looked up."""
+        self.keys = keys or []
         self.spec, self.tables, self.accesses, self.gated = spec or {}, tables or [], accesses or [], gated
         # Under the names that other tools look for.
         self.vocab_size = self.spec.get("vocabulary", 0)

@@ -2,7 +2,7 @@
 
 In: tokens [B,T], the row of each token among the retrieved vectors (slots [B,T]), those vectors by table name, and what
 earlier calls left in a cache. Out: hidden states [B,T,D]; `logits` makes [B,T,V] of them. Parameters have the names of
-the training model. This file needs torch alone: an exported Hugging Face folder holds a copy of it.
+the training model. This file and the two beside it need torch alone: an exported Hugging Face folder holds copies.
 
 Two things are remembered of a sequence: keys and values of attention, and, for the short convolutions, the last k - 1
 retrieved vectors of each view. Rows of a batch may be padded at the left (`real` says which tokens count).
@@ -18,9 +18,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .methods import NAME, Own, build_own
+from .parts import PADDING, Positions, Recent, RMSNorm, linear, mixed, taps_of, wide
+
 CONV_EPS = 1e-5
-PADDING, BEFORE = -1, -2
-"""Document numbers of padding, and of what lies before the sequence."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +56,8 @@ class Spec:
     rope_theta: float
     norm_eps: float
     injections: tuple[Injection, ...] = ()
+    own: Own | None = None
+    """Of a method with a site of its own."""
     normalised: bool = True
     """Convolutions read normalised vectors."""
     gated: bool = True
@@ -65,24 +68,8 @@ class Spec:
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "Spec":
         sites = tuple(Injection(**{**site, "taps": tuple(site["taps"])}) for site in tree["injections"])
-        return Spec(**{**tree, "injections": sites})
-
-
-class Recent:
-    """What the short convolutions remember: the last vectors of each view, and which document a position is of."""
-
-    def __init__(self) -> None:
-        self.recent: dict[str, Tensor] = {}
-        self.documents: Tensor | None = None
-        """[B, P], where documents or padding matter."""
-        self.next_document: Tensor | None = None
-
-    def window(self, name: str, new_BTW: Tensor, reach: int) -> Tensor:
-        """The new vectors with the `reach` before them [B, reach + T, W]; zeros before the sequence."""
-        before = self.recent.get(name)
-        whole = F.pad(new_BTW, (0, 0, reach, 0)) if before is None else torch.cat((before, new_BTW), 1)
-        self.recent[name] = whole[:, whole.shape[1] - reach :]
-        return whole
+        own = None if tree.get("own") is None else Own.of(tree["own"])
+        return Spec(**{**tree, "injections": sites, "own": own})
 
 
 class Cache(Recent):
@@ -118,39 +105,6 @@ class Cache(Recent):
         return keys[:, :, :end], values[:, :, :end]
 
 
-def wide(x: Tensor) -> Tensor:
-    return x if x.dtype == torch.float64 else x.float()
-
-
-class RMSNorm(nn.Module):
-    def __init__(self, width: int, eps: float):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        x_wide = wide(x)
-        scale = torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + self.eps)
-        return (x_wide * scale * wide(self.weight)).to(x.dtype)
-
-
-def linear(inputs: int, outputs: int) -> nn.Linear:
-    return nn.Linear(inputs, outputs, bias=False)
-
-
-@dataclass
-class Positions:
-    """Where the new tokens stand."""
-
-    cos: Tensor
-    sin: Tensor
-    mask: Tensor | None
-    """[B,1,T,P+T] or [T,P+T]: who may attend to whom; None: to all before, and itself."""
-    documents: Tensor | None
-    """[B, P+T]"""
-    slots: Tensor
-
-
 class ShortConv(nn.Module):
     """out = e + content * SiLU(gate), both convolutions causal and depthwise; tap 0 is the current position."""
 
@@ -172,27 +126,13 @@ class ShortConv(nn.Module):
             content = (whole * self.content.flip(0)).sum(1, keepdim=True)
             gate = None if self.gate is None else (whole * self.gate.flip(0)).sum(1, keepdim=True)
         else:
-            taps = [whole[:, reach - j : reach - j + new] for j in range(self.taps)]
-            if at.documents is not None:
-                around = F.pad(at.documents, (reach, 0), value=BEFORE)[:, -(reach + new) :]
-                taps = [
-                    tap * (around[:, reach - j : reach - j + new] == around[:, reach:])[..., None]
-                    for j, tap in enumerate(taps)
-                ]
-            content = _mixed(taps, self.content)
-            gate = None if self.gate is None else _mixed(taps, self.gate)
+            taps = taps_of(whole, new, self.taps, at)
+            content = mixed(taps, self.content)
+            gate = None if self.gate is None else mixed(taps, self.gate)
         if gate is None:
             return e + content
         assert self.gate_bias is not None
         return e + content * F.silu(gate + self.gate_bias)
-
-
-def _mixed(taps: list[Tensor], kernel: Tensor) -> Tensor:
-    kernel = kernel.to(taps[0].dtype)
-    total = taps[0] * kernel[0]
-    for tap, weight in zip(taps[1:], kernel[1:], strict=True):
-        total = torch.addcmul(total, tap, weight)
-    return total
 
 
 class Site(nn.Module):
@@ -264,33 +204,51 @@ class Attention(nn.Module):
 
 
 class SwiGLU(nn.Module):
-    def __init__(self, width: int, inner: int):
+    def __init__(self, width: int, inner: int, has_up: bool):
         super().__init__()
-        self.gate, self.up, self.down = linear(width, inner), linear(width, inner), linear(inner, width)
+        self.gate, self.down = linear(width, inner), linear(inner, width)
+        self.up = linear(width, inner) if has_up else None
 
-    def forward(self, x_BTD: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD))
+    def forward(self, x_BTD: Tensor, up: Tensor | None) -> Tensor:
+        """`up`: in place of the up projection."""
+        if self.up is not None:
+            up = self.up(x_BTD)
+        assert up is not None
+        return self.down(F.silu(self.gate(x_BTD)) * up)
 
 
 class Block(nn.Module):
-    """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x)."""
+    """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x); sites of methods as in training."""
 
     def __init__(self, spec: Spec, layer: int):
         super().__init__()
         self.attention_norm = RMSNorm(spec.width, spec.norm_eps)
         self.attention = Attention(spec, layer)
         self.ffn_norm = RMSNorm(spec.width, spec.norm_eps)
-        self.ffn = SwiGLU(spec.width, spec.ffn_width)
-        self.sites = nn.ModuleDict({i.site: Site(i, spec) for i in spec.injections if i.layer == layer})
+        own = spec.own if spec.own is not None and layer in spec.own.layers else None
+        self.ffn = SwiGLU(spec.width, spec.ffn_width, own is None or own.site != "up")
+        sites: dict[str, nn.Module] = {i.site: Site(i, spec) for i in spec.injections if i.layer == layer}
+        self.sites = nn.ModuleDict(sites)
+        self.own = None if own is None else own.site
+        if own is not None:
+            self.sites[own.site] = build_own(own, spec, layer)
 
     def forward(self, x: Tensor, values: Mapping[str, Tensor], at: Positions, cache: Any) -> Tensor:
-        deltas = {site: made(values, at, cache, x.dtype) for site, made in self.sites.items()}
+        deltas = {site: made(values, at, cache, x.dtype) for site, made in self.sites.items() if site != self.own}
         if "qk" in deltas:
             deltas["q"] = deltas["k"] = deltas.pop("qk")
         if "h" in deltas:
             x = x + deltas.pop("h")
+        if self.own == "ngram":
+            x = self.sites["ngram"](x, values, at, cache)
         x = x + self.attention(self.attention_norm(x), deltas, at, cache)
-        return x + self.ffn(self.ffn_norm(x))
+        normed = self.ffn_norm(x)
+        out = self.ffn(normed, self.sites["up"](values, at, x.dtype) if self.own == "up" else None)
+        if self.own == "ffn":
+            out = self.sites["ffn"](out, values, at)
+        if self.own in ("block", "experts"):
+            out = out + self.sites[self.own](normed, values, at)
+        return x + out
 
 
 class Decoder(nn.Module):
@@ -312,6 +270,8 @@ class Decoder(nn.Module):
     ) -> Tensor:
         """`cache`: a `Cache`, or one of Hugging Face's that is also a `Recent`. `real` [B, P+T]: False for padding."""
         x = F.embedding(tokens_BT, self.embedding)
+        if self.spec.own is not None and self.spec.own.site == "input":
+            x = x + F.embedding(slots_BT, values[NAME["input"]]).to(x.dtype)
         at = self._positions(tokens_BT, slots_BT, cache, real)
         for block in self.blocks:
             x = block(x, values, at, cache)

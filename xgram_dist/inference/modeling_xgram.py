@@ -12,7 +12,9 @@ from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_xgram import XgramConfig
-from .decoder import Decoder, Recent, Spec, accesses_of, combined
+from .decoder import Decoder, Spec, accesses_of, combined
+from .methods import KeyMap
+from .parts import Recent
 
 
 class XgramCache(Recent, DynamicCache):  # type: ignore[misc]
@@ -78,7 +80,9 @@ class XgramForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
 
     def __init__(self, config: XgramConfig):
         super().__init__(config)
-        self.decoder = Decoder(Spec.of(config.spec))
+        spec = Spec.of(config.spec)
+        self.decoder = Decoder(spec)
+        self.key_map = KeyMap(spec.own, spec.document_end, config.keys) if config.keys and spec.own else None
         self.views = nn.ModuleList(View(config.vocab_size, accesses) for accesses in config.accesses)
         self.tables = nn.ModuleDict(
             {module_name(one["name"]): Table(one["rows"], one["width"], config.gated) for one in config.tables}
@@ -100,11 +104,14 @@ class XgramForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         if generation_config.use_cache is not False and model_kwargs.get("past_key_values") is None:
             model_kwargs["past_key_values"] = XgramCache()
 
-    def retrieve(self, input_ids: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        """(slot of each token, vectors of the distinct tokens by table)."""
+    def retrieve(self, input_ids: Tensor, cache: Any, real: Tensor | None) -> tuple[Tensor, dict[str, Tensor]]:
+        """(slots of each token, vectors of the distinct tokens, or other keys, by table)."""
         if not self.config.tables:
             return input_ids, {}
-        tokens_U, slots = input_ids.unique(return_inverse=True)
+        keys = input_ids
+        if self.key_map is not None:
+            keys = self.key_map(input_ids, None if real is None else real[:, -input_ids.shape[1] :], cache)
+        tokens_U, slots = keys.unique(return_inverse=True)
         found = [view(tokens_U) for view in self.views]
         vectors = {}
         for one in self.config.tables:
@@ -131,7 +138,7 @@ class XgramForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
             past_key_values = None
         cache = (past_key_values or XgramCache()) if use_cache or past_key_values is not None else None
         real = None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
-        hidden = self.decoder(input_ids, *self.retrieve(input_ids), cache, real)
+        hidden = self.decoder(input_ids, *self.retrieve(input_ids, cache, real), cache, real)
         logits = self.decoder.logits(hidden[:, -logits_to_keep:] if logits_to_keep else hidden)
         loss = None
         if labels is not None:

@@ -19,13 +19,20 @@ from xgram_dist.checkpoint.storage import FolderReader
 from xgram_dist.config import Config, build_config
 from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer
 from xgram_dist.errors import UserError
+from xgram_dist.inference.computed import ComputedTables
 from xgram_dist.inference.decoder import Cache, Decoder, Spec
+from xgram_dist.inference.methods import KeyMap
 from xgram_dist.inference.rows import MappedTables
 from xgram_dist.inference.spec import spec_of
+from xgram_dist.inference.weights import read_whole
+from xgram_dist.memory.layout import has_tables
+from xgram_dist.memory.ngrams.folding import Folding
+from xgram_dist.memory.ngrams.frequent import Grams
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.parallel.device import DTYPES, to_device
 
-ROUTING = "routing.npz"
+HOST = torch.device("cpu")
+ROUTING, KEYS = "routing.npz", "keys.npz"
 
 
 @dataclass(frozen=True)
@@ -67,10 +74,37 @@ class Checkpoint:
     def spec(self) -> Spec:
         return spec_of(self.config, self.step, self.tokenizer.end_of_text)
 
-    def tables(self, reader: FolderReader, *, verify: bool = False) -> MappedTables | None:
+    def keys(self) -> Folding | Grams | None:
+        """Of a method that looks up n-grams."""
+        if self.manifest.run.get("keys") is None:
+            return None
+        kind = Folding if self.config.memory.method == "engram" else Grams
+        found: Folding | Grams = kind.load(self.folder / KEYS, self.config.model.vocabulary)
+        if found.sha256() != self.manifest.run["keys"]:
+            raise DamagedFileError(f"'{self.folder / KEYS}' is not what the checkpoint was saved with")
+        return found
+
+    def key_map(self) -> KeyMap | None:
+        """None where keys are tokens."""
+        keys, spec = self.keys(), self.spec()
+        if keys is None or spec.own is None:
+            return None
+        arrays = [torch.from_numpy(array).long() for array in keys.arrays]
+        made = KeyMap(spec.own, spec.document_end, [len(array) for array in arrays])
+        made.load(arrays)
+        return made
+
+    def tables(
+        self, reader: FolderReader, device: torch.device = HOST, *, verify: bool = False
+    ) -> MappedTables | ComputedTables | None:
+        """`device`: where tables are computed that were not trained."""
+        if has_tables(self.config):
+            return MappedTables(self.config, self.routing(), reader, verify=verify)
         if self.config.memory.method == "vanilla":
             return None
-        return MappedTables(self.config, self.routing(), reader, verify=verify)
+        keys = self.keys()
+        assert not isinstance(keys, Folding)
+        return ComputedTables(self.config, keys, reader, device)
 
     def load(self, device: torch.device, precision: str | None = None) -> "Model":
         """`precision`: fp32 or bf16; without it, the run's."""
@@ -85,34 +119,21 @@ class Checkpoint:
                 parameter.data = parameter.data.to(dtype)
             read_whole(reader, f"backbone.{name}", parameter.data)
         decoder.requires_grad_(False)
-        return Model(self, decoder.eval(), self.tables(reader), device)
-
-
-def read_whole(reader: FolderReader, name: str, into: Tensor) -> None:
-    """All boxes of a tensor, verified, into one of its whole shape."""
-    entry = reader.manifest.tensors.get(name)
-    if entry is None:
-        raise DamagedFileError(f"the checkpoint '{reader.folder}' has no '{name}'")
-    if list(entry.shape) != list(into.shape):
-        raise DamagedFileError(
-            f"'{name}' is {entry.shape} in the checkpoint, but its recipe asks for {list(into.shape)}"
-        )
-    covered = 0
-    for chunk in entry.chunks:
-        part = into
-        for dim, (start, size) in enumerate(zip(chunk.offsets, chunk.sizes, strict=True)):
-            part = part.narrow(dim, start, size)
-        reader.read_into(chunk, entry.dtype, part)
-        covered += part.numel()
-    if covered < into.numel():
-        raise DamagedFileError(f"the checkpoint '{reader.folder}' does not hold all of '{name}'")
+        return Model(self, decoder.eval(), self.tables(reader, device), device)
 
 
 class Model:
     """Tokens in, hidden states and logits out."""
 
-    def __init__(self, checkpoint: Checkpoint, decoder: Decoder, tables: MappedTables | None, device: torch.device):
+    def __init__(
+        self,
+        checkpoint: Checkpoint,
+        decoder: Decoder,
+        tables: MappedTables | ComputedTables | None,
+        device: torch.device,
+    ):
         self.checkpoint, self.decoder, self.tables, self.device = checkpoint, decoder, tables, device
+        self.key_map = checkpoint.key_map()
 
     @property
     def context(self) -> int:
@@ -125,7 +146,10 @@ class Model:
         if self.tables is None:
             slots_BT = tokens_BT
         else:
-            distinct_U, slots_BT = tokens_BT.unique(return_inverse=True)
+            keys = tokens_BT
+            if self.key_map is not None:
+                keys = self.key_map(tokens_BT, None if real is None else real[:, -tokens_BT.shape[1] :], cache)
+            distinct_U, slots_BT = keys.unique(return_inverse=True)
             values = {name: to_device(v, self.device) for name, v in self.tables.vectors(distinct_U).items()}
         on_device = [None if x is None else to_device(x, self.device) for x in (tokens_BT, slots_BT, real)]
         tokens, slots, counted = on_device

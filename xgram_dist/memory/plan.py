@@ -8,10 +8,12 @@ index tensors, on the device, and message sizes, on the host: fetching and retur
     ids asked of each owner                                   1 small all-to-all
     the rows an owner reads for them                          local
 
-A token whose rows lie with several owners is asked of each; the reader adds up what they send, in rank order.
+A token whose rows lie with several owners is asked of each; the reader adds up what they send, in rank order. Where
+keys are not tokens but hashed n-grams, a position has several, each the number of a row; the rest is the same.
 Shapes: U distinct tokens of a window, P (token, owner) pairs of a slab, Q tokens asked of this owner, N accesses.
 """
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -61,7 +63,7 @@ class Window:
 
     micro_batches: slice
     slots: Tensor
-    """For each token, its row in the working set."""
+    """For each token, its row in the working set; or its rows, along one more axis."""
     distinct: int
     slabs: list[SlabPlan]
     keys: Integers = field(default_factory=lambda: np.empty(0, np.int64))
@@ -80,6 +82,52 @@ class RowMap:
         self.coefficients: NDArray[Any] = lists.coefficients[mine].astype(np.float32)
 
 
+class TokenNumbers:
+    """Tokens numbered anew by (owner of their first row, id), so that distinct tokens in ascending order are already
+    grouped by owner."""
+
+    def __init__(self, owners: list[tuple[Integers, Integers]]):
+        """For each slab, the owners of each token's rows (CSR)."""
+        self._owners = owners
+        offsets, of_rows = owners[0]
+        self.limit = len(offsets) - 1
+        self._token_of = np.argsort(of_rows[offsets[:-1]], kind="stable")
+        self._number_of = np.empty(self.limit, np.int32)
+        self._number_of[self._token_of] = np.arange(self.limit, dtype=np.int32)
+
+    def of(self, tokens: Integers) -> Integers:
+        return self._number_of[tokens]
+
+    def keys(self, numbers_U: Integers) -> Integers:
+        return self._token_of[numbers_U]
+
+    def pairs(self, slab: int, keys_U: Integers, ranks: int) -> tuple[Integers, Integers]:
+        """(index into the keys of each vector to ask for, by owner; number of them for each owner)."""
+        offsets, owners = self._owners[slab]
+        start, end = offsets[keys_U], offsets[keys_U + 1]
+        key_P, entry_P = _expand(start, end - start)
+        owner_P = owners[entry_P]
+        counts = np.bincount(owner_P, minlength=ranks)
+        return key_P[np.argsort(owner_P, kind="stable")], counts
+
+
+class RowNumbers:
+    """The same where a key is a row, dealt to the ranks in turn: by arithmetic, since there may be very many."""
+
+    def __init__(self, rows: int, ranks: int):
+        self._ranks, self._share = ranks, -(-rows // ranks)
+        self.limit = ranks * self._share
+
+    def of(self, keys: Integers) -> Integers:
+        return keys % self._ranks * self._share + keys // self._ranks
+
+    def keys(self, numbers_U: Integers) -> Integers:
+        return numbers_U % self._share * self._ranks + numbers_U // self._share
+
+    def pairs(self, slab: int, keys_U: Integers, ranks: int) -> tuple[Integers, Integers]:
+        return np.arange(len(keys_U)), np.bincount(keys_U % ranks, minlength=ranks)
+
+
 class Planner:
     def __init__(
         self,
@@ -90,39 +138,39 @@ class Planner:
         rule: WindowRule,
         ranks: Ranks,
         devices: tuple[torch.device, torch.device],
+        keys_of: Callable[[Integers], Integers] | None = None,
     ):
-        """`devices`: where the working set lives, and where the rows do."""
-        self.ranks, self.rule = ranks, rule
+        """`vocabulary`: how many keys there are. `devices`: where the working set lives, and where the rows do.
+        `keys_of`: the keys of each token; without it, the token itself."""
+        self.ranks, self.rule, self._keys_of = ranks, rule, keys_of
         self.device, self.store_device = devices
         self.maps = [RowMap(routing, slab.view, placement, ranks.rank) if routing else None for slab in slabs]
         self._local = placement.local
         self._rows = len(placement.rows_of(ranks.rank))
-        self._owners = [owners_of_tokens(routing, slab.view, placement, vocabulary) for slab in slabs]
-        # Tokens are numbered anew by (owner of their first row, id), so that distinct tokens in ascending order are
-        # already grouped by owner.
-        offsets, owners = self._owners[0]
-        first_owner = owners[offsets[:-1]]
-        self._token_of = np.argsort(first_owner, kind="stable")
-        self._number_of = np.empty(vocabulary, np.int32)
-        self._number_of[self._token_of] = np.arange(vocabulary, dtype=np.int32)
-        self._of_tokens, self._of_rows = Distinct(vocabulary), Distinct(self._rows)
+        self._numbers: TokenNumbers | RowNumbers
+        if keys_of is None:
+            self._numbers = TokenNumbers([owners_of_tokens(routing, s.view, placement, vocabulary) for s in slabs])
+        else:
+            self._numbers = RowNumbers(vocabulary, ranks.size)
+        self._of_tokens, self._of_rows = Distinct(self._numbers.limit), Distinct(self._rows)
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> list[Window]:
         """The windows of these tokens; `whole`: one window, whatever the rule."""
-        numbers = self._number_of[tokens.numpy()]
+        numbers = self._numbers.of(tokens.numpy() if self._keys_of is None else self._keys_of(tokens.numpy()))
         count = self._of_tokens.count
         slices = [slice(0, len(tokens))] if whole else self.rule.cut(numbers, count, self.ranks)
         found = [self._of_tokens(numbers[part]) for part in slices]
-        keys = [self._token_of[distinct] for distinct, _ in found]
-        pairs = [[self._pairs(owners, k) for owners in self._owners] for k in keys]  # [window][slab]
+        keys = [self._numbers.keys(distinct) for distinct, _ in found]
+        slabs = range(len(self.maps))
+        pairs = [[self._numbers.pairs(s, k, self.ranks.size) for s in slabs] for k in keys]  # [window][slab]
         asked = np.array([[counts for _, counts in of_slab] for of_slab in pairs])  # [window, slab, owner]
         answered, wanted = self._exchange_ids(keys, pairs, asked)
         windows = []
         accesses = [[self._accesses(s, ids) for s, ids in enumerate(of_slab)] for of_slab in wanted]
-        union = [self._union([of_slab[s] for of_slab in accesses]) for s in range(len(self._owners))]
+        union = [self._union([of_slab[s] for of_slab in accesses]) for s in slabs]
         for w, part in enumerate(slices):
             plans = []
-            for s in range(len(self._owners)):
+            for s in slabs:
                 touched, places = union[s]
                 key_P, by_key_P, starts_U = self._combination(pairs[w][s][0], len(keys[w]))
                 plans.append(
@@ -141,15 +189,6 @@ class Planner:
             slots = to_device(torch.from_numpy(found[w][1]), self.device)
             windows.append(Window(part, slots, len(keys[w]), plans, keys[w]))
         return windows
-
-    def _pairs(self, owners_of: tuple[Integers, Integers], keys_U: Integers) -> tuple[Integers, Integers]:
-        """(index into the keys of each vector to ask for, by owner; number of them for each owner)."""
-        offsets, owners = owners_of
-        start, end = offsets[keys_U], offsets[keys_U + 1]
-        key_P, entry_P = _expand(start, end - start)
-        owner_P = owners[entry_P]
-        counts = np.bincount(owner_P, minlength=self.ranks.size)
-        return key_P[np.argsort(owner_P, kind="stable")], counts
 
     def _exchange_ids(
         self, keys: list[Integers], pairs: list[list[tuple[Integers, Integers]]], asked: Integers

@@ -17,6 +17,8 @@ from torch import Tensor
 
 from xgram_dist.config import Config
 from xgram_dist.memory.layout import RESIDUAL_SITES, Table, plan_slabs, residual_gradients_are_partial
+from xgram_dist.memory.ngrams.folding import Folding
+from xgram_dist.memory.ngrams.hashing import NgramKeys, plan_ngram_hash
 from xgram_dist.memory.placement import plan_placement
 from xgram_dist.memory.plan import Planner, SlabPlan, Window
 from xgram_dist.memory.retrieval import segment_sums
@@ -30,8 +32,19 @@ from xgram_dist.parallel.mesh import Mesh, single_mesh
 class Tables:
     """Implements `Lookup` (working_set.py)."""
 
-    def __init__(self, config: Config, routing: Routing | None, device: torch.device, mesh: Mesh | None = None):
+    def __init__(
+        self,
+        config: Config,
+        routing: Routing | None,
+        device: torch.device,
+        mesh: Mesh | None = None,
+        keys_of: NgramKeys | None = None,
+    ):
+        """`keys_of`: for engram, without which tokens are not folded."""
         mesh = mesh or single_mesh()
+        vocabulary = config.model.vocabulary
+        if config.memory.method == "engram" and keys_of is None:
+            keys_of = NgramKeys(plan_ngram_hash(config), Folding.identity(vocabulary).ids)
         self.ranks, self.tensor = mesh.data, mesh.tensor
         self.device = device
         slabs = plan_slabs(config, self.tensor.size)
@@ -43,10 +56,11 @@ class Tables:
             routing,
             slabs,
             placement,
-            config.model.vocabulary,
+            vocabulary if keys_of is None else slabs[0].rows,
             WindowRule.of(config),
             self.ranks.host,
             (device, store_device),
+            keys_of,
         )
         self.wire = torch.bfloat16 if config.memory.wire == "bf16" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan")

@@ -29,6 +29,12 @@ def initialise(model: Transformer, config: Config) -> None:
             else:
                 assert leaf == "gate_bias", name
                 value.fill_(1.0)
+        elif leaf == "kernel":  # engram's convolution
+            value.zero_()[0] = 1.0
+        elif leaf.startswith("scale"):  # retoken's and mort's: nothing is injected at first
+            value.zero_()
+        elif leaf == "router_bias":
+            value.fill_(-2.0)
         elif parameter.dim() < 2:  # norm scales and injection gains
             value.fill_(1.0)
         else:

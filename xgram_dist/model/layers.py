@@ -53,16 +53,21 @@ class RMSNorm(nn.Module):
 class SwiGLU(nn.Module):
     """W_down(SiLU(W_gate x) * W_up x); the inner width is spread over the tensor axis."""
 
-    def __init__(self, width: int, inner: int, axis: TensorAxis = ALONE):
+    def __init__(self, width: int, inner: int, axis: TensorAxis = ALONE, *, has_up: bool = True):
+        """`has_up`: False where what W_up x would be is given."""
         super().__init__()
         self.axis = axis
         self.gate = Linear(width, inner, 0, axis)
-        self.up = Linear(width, inner, 0, axis)
+        self.up = Linear(width, inner, 0, axis) if has_up else None
         self.down = Linear(inner, width, 1, axis)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, x: Tensor, up: Tensor | None = None) -> Tensor:
+        """`up`: of this rank's part of the inner width."""
         x_BTD = enter_layer(x, self.axis)
-        return leave_layer(self.down(F.silu(self.gate(x_BTD)) * self.up(x_BTD)), self.axis)
+        if self.up is not None:
+            up = self.up(x_BTD)
+        assert up is not None
+        return leave_layer(self.down(F.silu(self.gate(x_BTD)) * up), self.axis)
 
 
 def embed(tokens_BT: Tensor, weight_VD: Tensor, dtype: torch.dtype, axis: TensorAxis) -> Tensor:

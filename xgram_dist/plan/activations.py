@@ -7,7 +7,15 @@ counted.
 """
 
 from xgram_dist.config.schema import Config
-from xgram_dist.memory.layout import RESIDUAL_SITES, site_layers, site_width
+from xgram_dist.memory.layout import (
+    RESIDUAL_SITES,
+    extraction_settings,
+    ngram_width,
+    resolved_layers,
+    site_layers,
+    site_width,
+    table_sites,
+)
 from xgram_dist.plan.axes import Axes
 from xgram_dist.plan.engines import compute_bytes
 from xgram_dist.plan.parts import Part
@@ -53,14 +61,16 @@ def block_bytes(config: Config, layer: int, tensor: int) -> float:
 
 
 def _sites_of(config: Config, layer: int) -> list[str]:
-    if config.memory.method == "vanilla":
-        return []
-    return [site for site in config.memory.sites if layer in site_layers(config, site)]
+    if config.memory.method == "mole":
+        return ["experts"] if layer in resolved_layers(config, config.memory.mole.layers) else []
+    return [site for site in table_sites(config) if layer in site_layers(config, site)]
 
 
 def _site_numbers(config: Config, site: str, tensor: int) -> float:
     """fp32 numbers of a token: the retrieved vector, its normalised copies (one a tap), content, gate, SiLU, result."""
-    extraction, views = config.memory.extraction, config.memory.sites[site].views  # type: ignore[index]
+    if site in OWN_NUMBERS:
+        return _own_numbers(config, site, tensor)
+    extraction, views = extraction_settings(config), table_sites(config)[site].views
     residual = site in RESIDUAL_SITES
     apart = (tensor if config.parallel.sequence_parallel else 1) if residual else tensor
     width = site_width(config, site) / apart
@@ -69,6 +79,23 @@ def _site_numbers(config: Config, site: str, tensor: int) -> float:
         return views * width
     copies = 3 if config.train.compile else 2 + (1 if extraction.norm else 0) + (3 if extraction.gate else 0)
     return sum(taps[view % len(taps)] - 1 + copies for view in range(views)) * width
+
+
+OWN_NUMBERS = ("ffn", "block", "up", "ngram", "experts")
+
+
+def _own_numbers(config: Config, site: str, tensor: int) -> float:
+    """fp32 numbers of a token at the site of a method that has its own, roughly: operands of its products."""
+    memory, width = config.memory, config.model.width
+    if site == "ffn":
+        return 3 * memory.retoken.views * width + width
+    if site == "block":
+        return (memory.mort.views + 3) * width
+    if site == "up":
+        return config.model.ffn_width / tensor
+    if site == "experts":  # what experts keep is of distinct tokens, and counts little
+        return memory.mole.experts * width
+    return 2 * ngram_width(config) + (memory.engram.taps + 8) * width
 
 
 def _loss_bytes(config: Config, tensor: int) -> float:

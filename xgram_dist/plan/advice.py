@@ -7,6 +7,7 @@ from typing import Any
 from xgram_dist.config.check import accumulation, check
 from xgram_dist.config.schema import Config
 from xgram_dist.errors import UserError
+from xgram_dist.memory.layout import has_tables
 from xgram_dist.plan.axes import Axes
 from xgram_dist.plan.layout import plan_layout
 from xgram_dist.plan.machine import Machine
@@ -42,7 +43,7 @@ def advise(config: Config, ranks: int, limit: float, traffic_of: Callable[[int],
 
 
 def _keys(config: Config) -> list[dict[str, Any]]:
-    train, memory, parallel = config.train, config.memory, config.parallel
+    train, parallel = config.train, config.parallel
     found: list[dict[str, Any]] = [{"model.loss_chunk": max(1, config.model.loss_chunk // 4)}]
     if not train.activation_checkpointing:
         found.append({"train.activation_checkpointing": True})
@@ -50,7 +51,7 @@ def _keys(config: Config) -> list[dict[str, Any]]:
         found.append({"train.micro_batch": train.micro_batch // 2})
     if train.precision == "fp32":
         found.append({"train.precision": "bf16"})
-    if memory.method != "vanilla":
+    if has_tables(config):
         found += [{"memory.window": 1}, {"memory.wire": "bf16"}, {"memory.placement": "host"}]
         found += [{"memory.optimizer": kind} for kind in ("catch_up", "adagrad")]
     if parallel.engine == "deepspeed":

@@ -4,7 +4,15 @@ import math
 from dataclasses import dataclass
 
 from xgram_dist.config.schema import Config
-from xgram_dist.memory.layout import RESIDUAL_SITES, site_layers, site_width
+from xgram_dist.memory.layout import (
+    RESIDUAL_SITES,
+    extraction_settings,
+    ngram_width,
+    resolved_layers,
+    site_layers,
+    site_width,
+    table_sites,
+)
 
 Shape = tuple[int, ...]
 
@@ -12,7 +20,7 @@ Shape = tuple[int, ...]
 @dataclass(frozen=True)
 class Backbone:
     root: tuple[Shape, ...]
-    """Embedding and final norm."""
+    """Embedding and final norm; scone: the side network too."""
     blocks: tuple[tuple[Shape, ...], ...]
     head: tuple[Shape, ...]
 
@@ -47,7 +55,7 @@ def backbone_shapes(config: Config, tensor: int) -> Backbone:
     model = config.model
     table = (model.vocabulary // tensor, model.width)
     return Backbone(
-        root=(table, (model.width,)),
+        root=(table, (model.width,), *side_network(config, tensor)),
         blocks=tuple(_block(config, layer, tensor) for layer in range(model.layers)),
         head=(table,),
     )
@@ -55,30 +63,65 @@ def backbone_shapes(config: Config, tensor: int) -> Backbone:
 
 def _block(config: Config, layer: int, tensor: int) -> tuple[Shape, ...]:
     model = config.model
-    width, inner, kv = model.width, model.ffn_width // tensor, site_width(config, "v") // tensor
-    query = width // tensor
-    attention = ((query, width), (kv, width), (kv, width), (width, query), (query,), (kv,))
-    ffn = ((inner, width), (inner, width), (width, inner))
-    return ((width,), *attention, (width,), *ffn, *_sites(config, layer, tensor))
+    width, inner = model.width, model.ffn_width // tensor
+    replaced = config.memory.method == "stem" and layer in site_layers(config, "up")
+    ffn = (*((inner, width),) * (1 if replaced else 2), (width, inner))
+    return ((width,), *_attention(config, tensor), (width,), *ffn, *method_shapes(config, layer, tensor))
+
+
+def _attention(config: Config, tensor: int) -> tuple[Shape, ...]:
+    width = config.model.width
+    query, kv = width // tensor, site_width(config, "v") // tensor
+    return ((query, width), (kv, width), (kv, width), (width, query), (query,), (kv,))
+
+
+def side_network(config: Config, tensor: int) -> tuple[Shape, ...]:
+    if config.memory.method != "scone":
+        return ()
+    width, inner = config.model.width, config.model.ffn_width // tensor
+    block = ((width,), *_attention(config, tensor), (width,), (inner, width), (inner, width), (width, inner))
+    return block * config.memory.scone.layers
+
+
+def method_shapes(config: Config, layer: int, tensor: int) -> tuple[Shape, ...]:
+    """What the memory method has in a block beside its tables."""
+    memory, width = config.memory, config.model.width
+    if memory.method in ("xgram", "ple"):
+        return _sites(config, layer, tensor)
+    if memory.method == "mole":
+        inner = (memory.mole.width or config.model.ffn_width) // tensor
+        experts = ((inner, width), (inner, width), (width, inner)) * memory.mole.experts
+        there = layer in resolved_layers(config, memory.mole.layers)
+        return ((width,), *experts, (memory.mole.experts, width)) if there else ()
+    for site, settings in table_sites(config).items():
+        if layer not in site_layers(config, site):
+            return ()
+        if site == "ffn":
+            return ((width,),) * settings.views
+        if site == "block":
+            return ((settings.views, width), (settings.views,), (width,))
+        if site == "ngram":
+            projections = ((width, ngram_width(config)),) * 2
+            return (*projections, (width,), (width,), (width,), (memory.engram.taps, width))
+    return ()
 
 
 def _sites(config: Config, layer: int, tensor: int) -> tuple[Shape, ...]:
-    memory = config.memory
     found: list[Shape] = []
-    for site, settings in memory.sites.items() if memory.method != "vanilla" else ():
+    for site, settings in table_sites(config).items():
         if layer not in site_layers(config, site):
             continue
         found.append((settings.views,))
         width = site_width(config, site) // (1 if site in RESIDUAL_SITES else tensor)
         for taps in extractor_taps(config, site):
             found.append((taps, width))
-            found += [(taps, width), (width,)] if memory.extraction.gate else []
+            found += [(taps, width), (width,)] if extraction_settings(config).gate else []
     return tuple(found)
 
 
 def extractor_taps(config: Config, site: str) -> list[int]:
     """Convolution length of each extractor that a site has in a layer."""
-    extraction, settings = config.memory.extraction, config.memory.sites[site]  # type: ignore[index]
-    if not extraction.enabled:
+    extraction, settings = extraction_settings(config), table_sites(config)[site]
+    if not extraction.enabled or config.memory.method != "xgram":
         return []
     return [settings.kernels[v % len(settings.kernels)] for v in range(1 if extraction.shared else settings.views)]

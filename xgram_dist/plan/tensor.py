@@ -5,7 +5,7 @@ nothing that backward needs depends.
 """
 
 from xgram_dist.config.schema import Config
-from xgram_dist.memory.layout import RESIDUAL_SITES, plan_tables
+from xgram_dist.memory.layout import RESIDUAL_SITES, extraction_settings, plan_tables
 from xgram_dist.plan.axes import Axes
 from xgram_dist.plan.engines import compute_bytes
 from xgram_dist.plan.messages import Message, message
@@ -37,7 +37,8 @@ def plan_tensor_messages(config: Config, axes: Axes, micro_batches: int, distinc
         )
     else:
         found.append(message("activations", "all-reduce", "tensor", axes, hidden * sums))
-    if config.memory.method != "vanilla" and config.memory.extraction.enabled and config.memory.extraction.norm:
+    extraction = extraction_settings(config)
+    if config.memory.method == "xgram" and extraction.enabled and extraction.norm:
         views = sum(table.site not in RESIDUAL_SITES for table in plan_tables(config))
         size = FP32 * distinct_tokens * views * passes * micro_batches
         found.append(message("norms of vectors", "all-reduce", "tensor", axes, size))

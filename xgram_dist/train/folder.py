@@ -8,6 +8,7 @@ trace.json            some steps as torch's profiler saw them, where asked for
 checkpoints/          the state of the run, to go on from
 lease/                who is writing to the folder
 routing.npz           the token -> row map, where there is one
+keys.npz              how n-grams are looked up, where they are
 """
 
 import json
@@ -21,7 +22,7 @@ from xgram_dist.errors import UserError
 
 METRICS, CONFIG, ROUTING = "metrics.jsonl", "config.yaml", "routing.npz"
 DEEPSPEED, TRACE = "deepspeed.json", "trace.json"
-OWN = (METRICS, CONFIG, ROUTING, DEEPSPEED, TRACE)
+OWN = (METRICS, CONFIG, ROUTING, "keys.npz", DEEPSPEED, TRACE)
 
 
 def check_run_folder(folder: Path, config: Config, fresh: bool) -> None:

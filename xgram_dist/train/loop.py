@@ -17,6 +17,7 @@ import torch
 from xgram_dist.checkpoint.boxes import Spread
 from xgram_dist.checkpoint.lease import Lease
 from xgram_dist.checkpoint.load import load_checkpoint, load_newest
+from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.checkpoint.save import Saved, Saver
 from xgram_dist.checkpoint.state import backbone_state, table_state
 from xgram_dist.checkpoint.warm import account_rows, take_weights
@@ -41,6 +42,8 @@ from xgram_dist.train.exchange import exchange_figures
 from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder
 from xgram_dist.train.footprint import footprint
 from xgram_dist.train.interval import Interval, Rates
+from xgram_dist.train.keys import FILE as KEYS
+from xgram_dist.train.keys import check_keys, check_taken, resolve_keys
 from xgram_dist.train.metrics import Metrics, perplexity, status_line
 from xgram_dist.train.routing import resolve_routing, touched_share
 from xgram_dist.train.start import Source
@@ -99,7 +102,9 @@ class Trainer:
         check_agreement(self.ranks, config, routing, self.data.fingerprint)
         model = build_model(config, self.device, self.data.manifest.end_of_text, self.mesh.tensor)
         self.engine = build_engine(config, model, self.mesh, self.device)
-        self.lookup = build_lookup(config, routing, self.device, self.mesh)
+        self.keys, of_keys = resolve_keys(config, self.data, self.ranks)
+        end_of_text = self.data.manifest.end_of_text
+        self.lookup = build_lookup(config, routing, self.device, self.mesh, self.keys, end_of_text)
         share = touched_share(config, self.data, routing)
         self.optimizer = Optimizer(config, self.engine, self.lookup, self.mesh, share)
         self.routing = routing
@@ -117,6 +122,9 @@ class Trainer:
             print(self.mesh, flush=True)
             if routing is not None:
                 routing.save(folder / ROUTING)
+            if self.keys is not None:
+                self.keys.save(folder / KEYS)
+                print(of_keys, flush=True)
             self.metrics = Metrics(folder)
         self.interval = Interval(config.train.steps, self.start)
         self.rates = Rates(config, self.ranks.size, self.device)
@@ -212,6 +220,7 @@ class Trainer:
         return True
 
     def _accept(self, facts: dict[str, Any]) -> None:
+        check_keys(facts.get("keys"), self.keys)
         self.loader.load_state_dict(facts["loader"])
 
     def _go_on(self, facts: dict[str, Any]) -> None:
@@ -224,6 +233,7 @@ class Trainer:
         if source.weights_only:
             store = None if tables is None else tables.store
             tokenizer = self.data.manifest.tokenizer_sha256
+            check_taken(folder, Manifest.read(folder).run, self.config, self.keys)
             facts, accounts = take_weights(folder, self.engine, store, self.routing, self.mesh, tokenizer)
             self._say(f"weights of {folder}, step {facts['step']:,}:")
             table(["part", "taken", "of", ""], account_rows(accounts), self._say, left=(0, 3))
@@ -256,10 +266,12 @@ class Trainer:
             "placement": "token" if tables is None else tables.store.placement.policy,
             "table_optimizer": None if tables is None else tables.kind,
             "routing": None if self.routing is None else self.routing.sha256(),
+            "keys": None if self.keys is None else self.keys.sha256(),
             "tokenizer": self.data.tokenizer_facts(),
             "config": dump_config(self.config),
         }
         files = [self.folder / ROUTING] if self.routing is not None else []
+        files += [self.folder / KEYS] if self.keys is not None else []
         files += self.data.tokenizer_files()
         return self._tell(self.saver.save(state, facts, files, wait=wait))
 

@@ -7,16 +7,16 @@ import numpy as np
 from xgram_dist.config import Config
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.errors import UserError
-from xgram_dist.memory.layout import num_rows, num_views, routing_settings
+from xgram_dist.memory.layout import has_tables, ngram_rows, num_rows, num_views, routing_settings
 from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.memory.routing.frequencies import load_frequencies
 from xgram_dist.memory.routing.routing import Routing
-from xgram_dist.memory.touched import expected_touched_share
+from xgram_dist.memory.touched import chance_seen, expected_touched_share
 
 
 def resolve_routing(config: Config, data: PreparedData) -> Routing | None:
     """None where there is nothing to route: no tables, or row = token id."""
-    if config.memory.method == "vanilla" or config.memory.compression == 1:
+    if config.memory.method != "xgram" or config.memory.compression == 1:
         return None
     settings = config.memory.routing
     if settings.file is not None:
@@ -30,11 +30,13 @@ def resolve_routing(config: Config, data: PreparedData) -> Routing | None:
 
 def touched_share(config: Config, data: PreparedData, routing: Routing | None) -> float | None:
     """Share of the rows a step is expected to hit; None where no token counts say."""
+    tokens = config.train.global_batch * config.model.sequence_length
+    if config.memory.method == "engram":  # as if no n-gram came twice
+        return float(chance_seen(np.array([1 / ngram_rows(config)[0]]), tokens)[0])
     source = _frequency_file(config, data)
-    if config.memory.method == "vanilla" or not source.exists():
+    if not has_tables(config) or not source.exists():
         return None
     frequencies = load_frequencies(source, vocabulary=config.model.vocabulary)
-    tokens = config.train.global_batch * config.model.sequence_length
     return expected_touched_share(np.asarray(frequencies), routing, num_rows(config), tokens)
 
 

@@ -30,7 +30,7 @@ PAPER = [(size, "vanilla", None) for size in SIZES] + [
 
 def of_size(size: str) -> list[Path]:
     found = [path for path in sorted((RECIPES / size).glob("*.yaml")) if path.stem != "base"]
-    assert len(found) == 7
+    assert len(found) == 7 + 3 * 4 + 3  # vanilla and X-gram; Retoken, MoRT, Engram, PLE; STEM, MoLE, SCONE
     return found
 
 
@@ -44,7 +44,8 @@ def test_the_backbones_have_the_papers_size(size: str, parameters: int) -> None:
     )  # fmt: skip
     assert 2 * VOCABULARY * width + layers * block + width == parameters
     for path in of_size(size):
-        assert plan_budget(load_config(path)).backbone_parameters == parameters
+        replaced = len(range(1, layers, 3)) * width * ffn if path.stem == "stem" else 0
+        assert plan_budget(load_config(path)).backbone_parameters == parameters - replaced
 
 
 @pytest.mark.parametrize(("size", "scale", "share"), PAPER, ids=lambda value: str(value))
@@ -74,6 +75,75 @@ def test_a_paper_recipe_has_the_papers_tables(size: str, scale: str, share: int 
     retrieved = 4 if share < 100 else 1
     assert budget.extra_flops_per_token == 2 * layers * sum((retrieved + 2 * k + 1) * w for w, k in views)
     assert 1.0 < budget.relative_flops < 1.02
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("scale", VIEWS)
+@pytest.mark.parametrize("method", ["retoken", "mort", "engram", "ple"])
+def test_a_baseline_has_the_papers_table_parameters(size: str, scale: str, method: str) -> None:
+    budget = plan_budget(load_config(RECIPES / size / f"{method}-{scale}.yaml"))
+    assert budget.table_parameters == pytest.approx(PRINTED[size][scale][0] * 1e9, rel=5e-3)
+    layers, width, _, _ = SIZES[size]
+    if method == "engram":
+        assert budget.activation_width == layers * width
+        # Two matrices a layer, three norms, four taps.
+        assert budget.extractor_parameters == layers * (2 * width * width + 3 * width + 4 * width)
+    else:
+        assert budget.activation_width == layers * width * int(scale[0])
+        assert 1.0 < budget.relative_flops < 1.02
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_stem_saves_its_up_projections_and_the_side_networks_become_tables(size: str) -> None:
+    layers, width, _, ffn = SIZES[size]
+    stem, mole, scone = (
+        plan_budget(load_config(RECIPES / size / f"{name}.yaml")) for name in ("stem", "mole", "scone")
+    )
+    replaced = len(range(1, layers, 3))
+    assert stem.table_parameters == replaced * VOCABULARY * ffn
+    assert stem.extra_flops_per_token == replaced * (2 * ffn - 2 * width * ffn)
+    assert mole.table_parameters == scone.table_parameters == 0
+    assert mole.activation_width == layers * 2 * width
+    assert mole.extractor_parameters == layers * (2 * 3 * width * width + 2 * width + width)
+
+
+ABLATIONS = {
+    "overall/full": 4.667,
+    "overall/no-extraction": 4.667,
+    "hashing/vip-only": 2.334,
+    "hashing/hybrid-1x": 1.167,
+    "hashing/no-row-gates": 1.167,
+    "hashing/no-copies": 1.167,
+    "hashing/hybrid-2x": 2.334,
+    "shortconv/shared-3": 2.334,
+    "shortconv/kernels-3-5-7-9": 2.334,
+    "layers/2v-0": 0.2334,
+    "layers/2h-9": 0.4667,
+    "sites/h": 2.334,
+    "sites/qk": 2.334,
+    "mixes/3h2v": 9.335,
+}
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
+def test_an_ablation_has_its_table_parameters(name: str) -> None:
+    budget = plan_budget(load_config(RECIPES / "ablations" / f"{name}.yaml"))
+    assert budget.table_parameters == pytest.approx(ABLATIONS[name] * 1e9, rel=1e-3)
+
+
+def test_the_ablations_are_those_of_the_paper() -> None:
+    count = {
+        folder.name: len([path for path in folder.glob("*.yaml") if path.stem != "base"])
+        for folder in (RECIPES / "ablations").iterdir()
+    }
+    assert count == {"overall": 7, "hashing": 5, "shortconv": 6, "sites": 7, "layers": 20, "mixes": 13}
+    load = {path.stem: load_config(path) for path in (RECIPES / "ablations").rglob("*.yaml") if path.stem != "base"}
+    assert not load["no-copies"].memory.routing.copies
+    assert not load["no-row-gates"].memory.row_gates
+    assert load["no-lr-scaling"].memory.learning_rate.multiplier == 1.0
+    assert not load["no-depth-scaling-and-warmup"].memory.injection.warmup
+    assert load["shared-3"].memory.extraction.shared
+    assert load["2h-4"].memory.sites["h"].layers == (4,)
 
 
 def test_one_times_at_fifty_percent_to_the_last_parameter() -> None:

@@ -54,7 +54,7 @@ def refusal(changes: dict[str, Any]) -> str:
         ("name", "", "at least 1 character"),
         ("name", "../up", "must match pattern"),
         ("model.sequence_length", 1, "greater than or equal to 2"),
-        ("memory.method", "ngram", "'vanilla' or 'xgram'"),
+        ("memory.method", "ngram", "'vanilla', 'xgram', 'ple'"),
         ("memory.compression", 0, "greater than 0"),
         ("memory.compression", -0.5, "greater than 0"),
         ("memory.compression", 1.01, "less than or equal to 1"),
@@ -233,3 +233,48 @@ def test_a_recipe_is_refused_the_same_from_a_file(tmp_path: Path) -> None:
     path = write_recipe(tmp_path / "r.yaml", changed({"model.width": 66}))
     with pytest.raises(UserError, match=r"model\.width = 66"):
         load_config(path)
+
+
+@pytest.mark.parametrize(
+    ("memory", "parts"),
+    [
+        ({"method": "retoken"}, ["memory.method = retoken", "memory.compression = 0.5", "memory.compression=1"]),
+        ({"method": "retoken", "compression": 1.0, "sites": {"v": {}}}, ["memory.sites", "xgram or ple", "retoken"]),
+        (
+            {"method": "ple", "compression": 1.0, "sites": {"v": {}}, "extraction": {"gate": False}},
+            ["memory.extraction"],
+        ),
+        ({"method": "ple", "compression": 1.0}, ["memory.method = ple", "memory.sites.v.views=2"]),
+        ({"method": "stem", "compression": 1.0, "row_gates": False}, ["memory.row_gates", "stem"]),
+        ({"method": "stem", "compression": 1.0, "stem": {"layers": [4]}}, ["memory.stem.layers", "4", "0 to 3"]),
+        ({"method": "stem", "compression": 1.0, "mort": {"views": 3}}, ["memory.mort", "stem"]),
+        (
+            {"method": "mort", "compression": 1.0, "mort": {"views": 1}},
+            ["memory.mort.top = 2", "memory.mort.views = 1"],
+        ),
+        ({"method": "engram", "compression": 1.0, "engram": {"heads": 7}}, ["memory.engram.width = 64", "heads = 7"]),
+        ({"method": "engram", "compression": 1.0, "engram": {"orders": [2, 2]}}, ["memory.engram.orders", "once"]),
+        ({"method": "mole", "placement": "host"}, ["memory.placement", "mole"]),
+        ({"method": "scone", "learning_rate": {"multiplier": 2.0}}, ["memory.learning_rate", "scone"]),
+        (
+            {"method": "retoken", "compression": 1.0, "learning_rate": {"vip_multiplier": 2.0}},
+            ["memory.learning_rate.vip_multiplier", "retoken", "no VIP rows"],
+        ),
+    ],
+)
+def test_what_a_method_does_not_read_is_refused_by_name(memory: dict[str, Any], parts: list[str]) -> None:
+    tree = small_tree()
+    tree["memory"] = memory
+    with pytest.raises(UserError) as refused:
+        build_config(tree)
+    for part in parts:
+        assert part in str(refused.value)
+
+
+@pytest.mark.parametrize("method", ["retoken", "mort", "stem", "engram", "mole", "scone"])
+def test_sequence_parallelism_is_refused_by_the_methods_name(method: str) -> None:
+    tree = small_tree()
+    tree["memory"] = {"method": method, "compression": 1.0}
+    tree["parallel"] = {"tensor": 2, "sequence_parallel": True}
+    with pytest.raises(UserError, match=f"sequence_parallel is not offered with memory.method = {method}"):
+        build_config(tree)

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from xgram_dist.config import Config
 from xgram_dist.memory.extraction.shortconv import ShortConv
-from xgram_dist.memory.layout import RESIDUAL_SITES, site_layers, site_width
+from xgram_dist.memory.layout import RESIDUAL_SITES, extraction_settings, injection_settings, site_width
 from xgram_dist.parallel.tensor import ALONE, TensorAxis, copy_to_tensor
 
 
@@ -29,7 +29,8 @@ class SiteInjection(nn.Module):
 
     def __init__(self, config: Config, layer: int, site: str, axis: TensorAxis = ALONE):
         super().__init__()
-        memory, settings = config.memory, config.memory.sites[site]  # type: ignore[index]
+        settings = config.memory.sites[site]  # type: ignore[index]
+        extraction, injection = extraction_settings(config), injection_settings(config)
         residual = site in RESIDUAL_SITES
         channels = ALONE if residual else axis
         self.parts = axis.between_layers if residual else ALONE
@@ -37,17 +38,17 @@ class SiteInjection(nn.Module):
         """Each of its ranks sees a part of what the gains act on."""
         self.tables = [f"layers.{layer}.{site}.{view}" for view in range(settings.views)]
         self.gain = nn.Parameter(torch.ones(settings.views))
-        factor = math.sqrt(layer + 1) if memory.injection.depth_scaling else 1.0
-        factor *= 1 / math.sqrt(settings.views) if memory.injection.view_norm else 1.0
+        factor = math.sqrt(layer + 1) if injection.depth_scaling else 1.0
+        factor *= 1 / math.sqrt(settings.views) if injection.view_norm else 1.0
         # A tensor, not a number: blocks of all layers then share one compiled graph. Of no dimension, so fp64 here
         # does not widen what it multiplies.
         self.register_buffer("scale", torch.tensor(factor, dtype=torch.float64), persistent=False)
-        self.warmed_up = memory.injection.warmup
-        kernels = settings.kernels[:1] if memory.extraction.shared else settings.kernels
-        distinct = 1 if memory.extraction.shared else settings.views
-        taps = [kernels[view % len(kernels)] for view in range(distinct if memory.extraction.enabled else 0)]
+        self.warmed_up = injection.warmup
+        kernels = settings.kernels[:1] if extraction.shared else settings.kernels
+        distinct = 1 if extraction.shared else settings.views
+        taps = [kernels[view % len(kernels)] for view in range(distinct if extraction.enabled else 0)]
         self.extractors = nn.ModuleList(
-            ShortConv(site_width(config, site), taps_m, memory.extraction, channels, self.parts) for taps_m in taps
+            ShortConv(site_width(config, site), taps_m, extraction, channels, self.parts) for taps_m in taps
         )
         self.reach = max(taps, default=1) - 1
         """Positions before the current one that are read."""
@@ -74,16 +75,3 @@ class SiteInjection(nn.Module):
             total = weighted if total is None else total + weighted
         assert total is not None
         return (total[:, before:] if before else total).to(dtype)
-
-
-def build_injections(config: Config, layer: int, axis: TensorAxis = ALONE) -> nn.ModuleDict:
-    """The sites of one block."""
-    if config.memory.method == "vanilla":
-        return nn.ModuleDict()
-    return nn.ModuleDict(
-        {
-            site: SiteInjection(config, layer, site, axis)
-            for site in config.memory.sites
-            if layer in site_layers(config, site)
-        }
-    )

@@ -1,0 +1,94 @@
+"""Every method on several ranks, engines and tensor degrees follows its run of one process."""
+
+import numpy as np
+import pytest
+import torch
+from ranks_helper import run_ranks
+
+STEPS, SEQUENCES = 8, 4
+METHODS = ("ple", "retoken", "mort", "stem", "engram", "mole", "scone")
+LAYOUTS = {
+    2: {
+        "replicated": {"engine": "replicated"},
+        "replicated, tensor 2": {"engine": "replicated", "tensor": 2},
+        "hsdp": {"engine": "hsdp"},
+        "stage 1": {"engine": "deepspeed", "zero_stage": 1},
+        "stage 3": {"engine": "deepspeed", "zero_stage": 3},
+    },
+    4: {
+        "hsdp, tensor 2": {"engine": "hsdp", "tensor": 2},
+        "stage 2, tensor 2": {"engine": "deepspeed", "zero_stage": 2, "tensor": 2},
+    },
+}
+
+
+def run(ranks, parallel, method, window="step"):
+    """(losses, joint norms) of a run."""
+    import method_models as methods
+    import tiny_models as tiny
+
+    from xgram_dist.engine import build_engine
+    from xgram_dist.optim.update import Optimizer
+    from xgram_dist.parallel.mesh import build_mesh
+    from xgram_dist.train.step import train_step
+
+    config = methods.config(
+        method,
+        memory={"optimizer": "catch_up", "window": window} if method in methods.WITH_TABLES else {},
+        model={"layers": 2, "heads": 4, "kv_heads": 4},
+        optimizer={"clip_norm": 0.3, "eps": 1e-5},
+        parallel=parallel,
+        train={"micro_batch": 1, "global_batch": SEQUENCES, "steps": 100},
+    )
+    mesh = build_mesh(config, ranks)
+    engine = build_engine(config, tiny.model(config, tensor=mesh.tensor), mesh, tiny.CPU)
+    lookup = methods.lookup(config, mesh)
+    optimizer = Optimizer(config, engine, lookup, mesh)
+    losses, norms = [], []
+    share = SEQUENCES // mesh.data.size
+    for step in range(1, STEPS + 1):
+        batch = methods.repeating(config, SEQUENCES, 1, 12, seed=step)
+        mine = batch[mesh.data.rank * share : (mesh.data.rank + 1) * share]
+        result = train_step(config, lookup, optimizer, mine, lookup.plan(mine).result(), step)
+        losses.append(float(result.loss))
+        norms.append(float(result.gradient_norm))
+    lookup.close()
+    engine.close()
+    return losses, norms
+
+
+def run_cases(ranks, cases):
+    torch.set_num_threads(1)
+    return [run(ranks, parallel, method) for parallel, method in cases]
+
+
+@pytest.fixture(scope="module")
+def one_process():
+    from xgram_dist.parallel.ranks import Ranks
+
+    return {method: run(Ranks(), {"engine": "replicated"}, method) for method in METHODS}
+
+
+@pytest.mark.parametrize("size", LAYOUTS)
+def test_every_method_follows_its_run_of_one_process(one_process, size):
+    cases = [(name, method) for name in LAYOUTS[size] for method in METHODS]
+    results = run_ranks(run_cases, size, [(LAYOUTS[size][name], method) for name, method in cases], timeout=900)
+    for of_rank in results:
+        for (name, method), (losses, norms) in zip(cases, of_rank, strict=True):
+            expected = one_process[method]
+            np.testing.assert_allclose(losses, expected[0], rtol=1e-4, err_msg=f"{method}, {name}")
+            np.testing.assert_allclose(norms, expected[1], rtol=1e-4, err_msg=f"{method}, {name}")
+
+
+@pytest.mark.parametrize("method", ["mort", "engram"])
+def test_a_window_a_micro_batch_gives_the_same_step(one_process, method):
+    from xgram_dist.parallel.ranks import Ranks
+
+    losses, norms = run(Ranks(), {"engine": "replicated"}, method, window=1)
+    np.testing.assert_allclose(losses, one_process[method][0], rtol=1e-5)
+    np.testing.assert_allclose(norms, one_process[method][1], rtol=1e-5)
+
+
+def test_losses_fall(one_process):
+    for method, (losses, _) in one_process.items():
+        assert np.mean(losses[-2:]) < losses[0], method

@@ -1,0 +1,1 @@
+"""Keys that are n-grams: which row a position reads, by the tokens that end there."""
