@@ -16,13 +16,13 @@ from xgram_dist.config import dump_config
 from xgram_dist.errors import UserError
 from xgram_dist.export.shards import write_shards
 from xgram_dist.export.weights import stock_weights, xgram_weights
-from xgram_dist.inference import configuration_xgram, decoder, methods, modeling_xgram, parts
+from xgram_dist.inference import configuration_xgram, decoder, methods, modeling_xgram, parts, together
 from xgram_dist.inference.open import Checkpoint
 from xgram_dist.parallel.device import DTYPES
 from xgram_dist.plan.budget import plan_budget
 from xgram_dist.progress import Progress
 
-CODE = (configuration_xgram, parts, methods, decoder, modeling_xgram)
+CODE = (configuration_xgram, parts, together, methods, decoder, modeling_xgram)
 
 
 def export_hf(checkpoint: Checkpoint, target: Path, precision: str) -> dict[str, Any]:

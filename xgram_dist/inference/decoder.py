@@ -19,9 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from .methods import NAME, Own, build_own
-from .parts import PADDING, Positions, Recent, RMSNorm, linear, mixed, taps_of, wide
-
-CONV_EPS = 1e-5
+from .parts import CONV_EPS, PADDING, Positions, Recent, RMSNorm, linear, mixed, taps_of, wide
+from .together import Together
 
 
 @dataclass(frozen=True)
@@ -122,13 +121,9 @@ class ShortConv(nn.Module):
             n = e * F.embedding(at.slots, torch.rsqrt(values_UW.square().mean(-1, keepdim=True) + CONV_EPS))
         reach, new = self.taps - 1, e.shape[1]
         whole = F.pad(n, (0, 0, reach, 0)) if cache is None else cache.window(name, n, reach)
-        if new == 1 and at.documents is None:
-            content = (whole * self.content.flip(0)).sum(1, keepdim=True)
-            gate = None if self.gate is None else (whole * self.gate.flip(0)).sum(1, keepdim=True)
-        else:
-            taps = taps_of(whole, new, self.taps, at)
-            content = mixed(taps, self.content)
-            gate = None if self.gate is None else mixed(taps, self.gate)
+        taps = taps_of(whole, new, self.taps, at)
+        content = mixed(taps, self.content)
+        gate = None if self.gate is None else mixed(taps, self.gate)
         if gate is None:
             return e + content
         assert self.gate_bias is not None
@@ -233,8 +228,12 @@ class Block(nn.Module):
         if own is not None:
             self.sites[own.site] = build_own(own, spec, layer)
 
-    def forward(self, x: Tensor, values: Mapping[str, Tensor], at: Positions, cache: Any) -> Tensor:
-        deltas = {site: made(values, at, cache, x.dtype) for site, made in self.sites.items() if site != self.own}
+    def forward(
+        self, x: Tensor, values: Mapping[str, Tensor], at: Positions, cache: Any, deltas: dict[str, Tensor] | None
+    ) -> Tensor:
+        """`deltas`: what the sites add, where that is known."""
+        if deltas is None:
+            deltas = {site: made(values, at, cache, x.dtype) for site, made in self.sites.items() if site != self.own}
         if "qk" in deltas:
             deltas["q"] = deltas["k"] = deltas.pop("qk")
         if "h" in deltas:
@@ -259,6 +258,7 @@ class Decoder(nn.Module):
         self.blocks = nn.ModuleList(Block(spec, layer) for layer in range(spec.layers))
         self.norm = RMSNorm(spec.width, spec.norm_eps)
         self.head = linear(spec.width, spec.vocabulary)
+        self._together: Together | None = None
 
     def forward(
         self,
@@ -273,9 +273,27 @@ class Decoder(nn.Module):
         if self.spec.own is not None and self.spec.own.site == "input":
             x = x + F.embedding(slots_BT, values[NAME["input"]]).to(x.dtype)
         at = self._positions(tokens_BT, slots_BT, cache, real)
-        for block in self.blocks:
-            x = block(x, values, at, cache)
+        made = self._deltas(values, at, cache, x.dtype)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, values, at, cache, None if made is None else made.get(layer, {}))
         return self.norm(x)
+
+    def _deltas(
+        self, values: Mapping[str, Tensor], at: Positions, cache: Any, dtype: torch.dtype
+    ) -> dict[int, dict[str, Tensor]] | None:
+        """What the sites of all layers add, where one token goes on from a cache; None: each layer sees to its own.
+
+        Stacked parameters are kept from token to token, and made anew for a new sequence."""
+        one = cache is not None and cache.get_seq_length() > 0 and at.slots.shape[1] == 1 and at.documents is None
+        if not one or torch.is_grad_enabled() or not self.spec.injections or self.spec.own is not None:
+            self._together = None
+            return None
+        if self._together is None:
+            sites = {(layer, n): s for layer, b in enumerate(self.blocks) for n, s in b.sites.items()}  # type: ignore[operator, union-attr]
+            if not all(len(site.extractors) for site in sites.values()):
+                return None
+            self._together = Together(sites)
+        return self._together.deltas(values, at.slots, cache, dtype)
 
     def logits(self, hidden: Tensor) -> Tensor:
         return wide(self.head(hidden))

@@ -15,6 +15,7 @@ from .configuration_xgram import XgramConfig
 from .decoder import Decoder, Spec, accesses_of, combined
 from .methods import KeyMap
 from .parts import Recent
+from .together import Together  # noqa: F401  (transformers copies just the files that are named here)
 
 
 class XgramCache(Recent, DynamicCache):  # type: ignore[misc]
@@ -26,6 +27,7 @@ class XgramCache(Recent, DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         DynamicCache.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
+        self.together.clear()
         self.recent = {name: kept.index_select(0, beam_idx.to(kept.device)) for name, kept in self.recent.items()}
         if self.documents is not None and self.next_document is not None:
             self.documents = self.documents.index_select(0, beam_idx.to(self.documents.device))

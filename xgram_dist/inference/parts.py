@@ -9,6 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+CONV_EPS = 1e-5
 PADDING, BEFORE = -1, -2
 """Document numbers of padding, and of what lies before the sequence."""
 
@@ -18,6 +19,8 @@ class Recent:
 
     def __init__(self) -> None:
         self.recent: dict[str, Tensor] = {}
+        self.together: dict[tuple[str, ...], Tensor] = {}
+        """The same, of views that are stacked [B, reach, J, W]; as long as tokens come one by one."""
         self.documents: Tensor | None = None
         """[B, P], where documents or padding matter."""
         self.next_document: Tensor | None = None
@@ -27,6 +30,17 @@ class Recent:
         before = self.recent.get(name)
         whole = F.pad(new_BTW, (0, 0, reach, 0)) if before is None else torch.cat((before, new_BTW), 1)
         self.recent[name] = whole[:, whole.shape[1] - reach :]
+        self.together.clear()
+        return whole
+
+    def window_together(self, names: tuple[str, ...], new_BJW: Tensor, reach: int) -> Tensor:
+        """As `window`, of one new vector for each of these views [B, reach + 1, J, W]."""
+        before = self.together.get(names)
+        if before is None:
+            before = torch.stack([self.recent[name] for name in names], 2)
+        whole = torch.cat((before, new_BJW[:, None]), 1)
+        self.together[names] = kept = whole[:, whole.shape[1] - reach :]
+        self.recent.update(zip(names, kept.unbind(2), strict=True))
         return whole
 
 

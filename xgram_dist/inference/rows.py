@@ -88,6 +88,7 @@ class _MappedSlab:
             self.offsets = torch.from_numpy(view.offsets.copy())
             self._positions = owner.positions[view.rows]
             self._coefficients = torch.from_numpy(view.coefficients.copy())
+        self._widths = torch.tensor([table.width for table in slab.tables])
         self._settle: dict[str, SavedCatchUp] = {}
         if owner.behind:
             prefix = f"tables.slab-{number}"
@@ -135,12 +136,13 @@ class _MappedSlab:
         positions_R, inverse = np.unique(self._positions[places_N.numpy()], return_inverse=True)
         index_N, coefficients_N = torch.from_numpy(inverse), self._coefficients[places_N]
         of_rows, of_gates = self.missed("rows", positions_R), self.missed("gates", positions_R)
-        for table in self.slab.tables:
-            rows_RW, weights_N = self.settled("rows", table, positions_R, of_rows), coefficients_N
-            if self.gates is not None:
-                gates_R = torch.sigmoid(self.settled("gates", table, positions_R, of_gates))
-                weights_N = coefficients_N * gates_R.index_select(0, index_N)
-            into[table.name] = combined(rows_RW, index_N, starts_U, weights_N)
+        tables, widths = self.slab.tables, [table.width for table in self.slab.tables]
+        rows_RW = torch.cat([self.settled("rows", table, positions_R, of_rows) for table in tables], 1)
+        if self.gates is not None:
+            gates_RJ = torch.stack([self.settled("gates", table, positions_R, of_gates) for table in tables], 1)
+            rows_RW *= torch.sigmoid(gates_RJ).repeat_interleave(self._widths, dim=1, output_size=rows_RW.shape[1])
+        vectors_UW = combined(rows_RW, index_N, starts_U, coefficients_N)
+        into.update(zip((table.name for table in tables), vectors_UW.split(widths, dim=1), strict=True))
 
 
 class MappedTables:
