@@ -137,7 +137,8 @@ class Transformer(nn.Module):
                 site: [values[name] for name in injection.tables]  # type: ignore[union-attr]
                 for site, injection in block.sites.items()
             }
-            arguments = (x, rotary, of_block, slots_BT, warmup, documents, mask)
+            slots = slots_BT[..., block.sites["ngram"].keys] if "ngram" in block.sites else slots_BT
+            arguments = (x, rotary, of_block, slots, warmup, documents, mask)
             if self.checkpointed and torch.is_grad_enabled():
                 made = checkpoint(block, *arguments, use_reentrant=False)
             else:

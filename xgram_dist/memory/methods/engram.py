@@ -5,8 +5,8 @@
     inject     h <- h + y + SiLU(conv(RMSNorm(y))), before the block; conv causal and depthwise, identity at first
 
 Every rank of a tensor axis has the hidden state, the rows and the matrices whole, and computes the same.
-Shapes: B batch, T sequence, D width, E width of e, K keys of a position over all layers, U distinct keys, W width of
-a row.
+Shapes: B batch, T sequence, D width, E width of e, K keys of a position in this layer, U distinct keys, W width of a
+row.
 """
 
 import math
@@ -30,7 +30,7 @@ class Engram(nn.Module):
         model, heads = config.model, ngram_heads(config)
         first = site_layers(config, "ngram").index(layer) * heads
         self.keys = slice(first, first + heads)
-        """Of this layer, among those of a position."""
+        """Of this layer, among those of a position: whoever calls takes them out, so that all layers are one graph."""
         self.tables = [table.name for table in plan_tables(config)]
         self.value = nn.Parameter(torch.zeros(model.width, ngram_width(config)))
         self.key = nn.Parameter(torch.zeros(model.width, ngram_width(config)))
@@ -40,9 +40,9 @@ class Engram(nn.Module):
         self.kernel = nn.Parameter(torch.zeros(config.memory.engram.taps, model.width))
 
     def forward(self, x_BTD: Tensor, values: list[Tensor], slots_BTK: Tensor, documents_BT: Tensor | None) -> Tensor:
-        """`values`: the rows of the distinct keys [U, W]."""
+        """`values`: the rows of the distinct keys [U, W]; `slots_BTK`: those of this layer's keys."""
         (value_UW,) = values
-        e_BTE = F.embedding(slots_BTK[..., self.keys], value_UW).flatten(2).to(x_BTD.dtype)
+        e_BTE = F.embedding(slots_BTK, value_UW).flatten(2).to(x_BTD.dtype)
         key = wide(self.key_norm(F.linear(e_BTE, self.key.to(e_BTE.dtype))))
         score = (key * wide(self.query_norm(x_BTD))).sum(-1, keepdim=True) / math.sqrt(x_BTD.shape[-1])
         gate = torch.sigmoid(score.sign() * score.abs().clamp_min(SMALLEST).sqrt())
