@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.diagnose.sums import Sums, Totals
+from xgram_dist.parallel.ranks import Ranks
 
 BINS_PER_DECADE = 2
 
@@ -32,6 +33,22 @@ class Activation:
         assert self._tokens is not None
         norms = value.double().norm(dim=-1).reshape(-1)
         self._sums.add(f"norms.{name}", torch.bincount(self._tokens, norms, minlength=self._vocabulary))
+
+
+class SiteNorms:
+    """The mean norm of what is injected at each site, whatever the token, on any layout."""
+
+    def __init__(self, sums: Sums, whole: tuple[str, ...] = (), tensor: Ranks | None = None):
+        """`tensor`: the ranks that share a vector's columns, except at the sites `whole`."""
+        self._sums, self._whole, self._tensor = sums, whole, tensor or Ranks()
+
+    def see(self, what: str, layer: int, name: str, value: Tensor) -> None:
+        if what != "injected":
+            return
+        squares = value.double().square().sum(-1)
+        if name not in self._whole:
+            self._tensor.all_reduce_sum(squares)
+        self._sums.add(f"site.{name}", torch.stack((squares.sqrt().sum(), squares.new_tensor(squares.numel()))))
 
 
 def magnitudes(totals: Totals, sites: dict[str, list[int]]) -> dict[str, NDArray[np.float64]]:

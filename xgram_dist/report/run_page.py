@@ -44,7 +44,7 @@ def sections(run: Run) -> list[Section]:
         Section("checkpoints", "Checkpoints", _checkpoints(run)),
         Section("restarts", "Restarts and skipped steps", _restarts(run)),
         Section("evaluation", "Evaluation", _evaluation(run)),
-        Section("diagnostics", "Diagnostics", diagnosed({run.config.name: figures_of(run)})),
+        Section("diagnostics", "Diagnostics", [*diagnosed({run.config.name: figures_of(run)}), *_in_training(run)]),
         Section("recipe", "Recipe", tag("details", tag("summary", "config.yaml"), tag("pre", dump_config(run.config)))),
     ]
 
@@ -245,6 +245,25 @@ def _evaluation(run: Run) -> list[Child]:
         [name, *(shown(scores.get(t), lambda v: f"{v:.1f}") for t in tasks)] for name, scores in columns
     ]
     return [table(["evaluation", *tasks], rows, caption="Scores, in per cent for accuracies.")]
+
+
+def _in_training(run: Run) -> list[Child]:
+    """What train.diagnose_every has left: the last layer's cosines, views, norms."""
+    records = run.of("diagnose")
+    if not records:
+        return []
+    last = run.config.model.layers - 1
+    names = [name for name in records[-1] if name not in ("kind", "step", "seconds")]
+    cosines = [name for name in names if name.endswith(f"_{last}") or name.startswith("views_")]
+    norms = [name for name in names if name.startswith("injected_")]
+    made = []
+    for title, unit, chosen in (
+        ("In training: cosines of the last layer, and of views", "cosine", cosines),
+        ("In training: what is injected, by site", "mean L2 norm", norms),
+    ):
+        series = [Series(name, figures.curve(run, "diagnose", name), n, "dots") for n, name in enumerate(chosen)]
+        made += [chart(title, "million tokens", unit, series)] if series else []
+    return [tag("div", made, class_="charts")]
 
 
 def _scores(record: dict[str, Any]) -> dict[str, float]:
