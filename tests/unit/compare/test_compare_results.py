@@ -2,6 +2,7 @@
 
 import json
 import math
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -96,7 +97,7 @@ def test_tokens_to_a_loss_lie_on_the_line_between_validations() -> None:
 
     def walked(target: float) -> float | None:
         """In tiny steps along the curve."""
-        for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
+        for (x0, y0), (x1, y1) in pairwise(points):
             for part in range(10_001):
                 if y0 + (y1 - y0) * part / 10_000 <= target + 1e-9:
                     return x0 + (x1 - x0) * part / 10_000
