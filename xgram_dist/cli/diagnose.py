@@ -103,7 +103,7 @@ def _show(args: argparse.Namespace, tree: dict[str, Any], checkpoint: Path, besi
     import sys
 
     from xgram_dist.diagnose.files import default_folder, write_figures
-    from xgram_dist.diagnose.text import rows_of
+    from xgram_dist.diagnose.text import lines_of
     from xgram_dist.progress import table
 
     folder = Path(args.out) if args.out else default_folder(checkpoint)
@@ -118,7 +118,7 @@ def _show(args: argparse.Namespace, tree: dict[str, Any], checkpoint: Path, besi
         print(json.dumps(tree, indent=1))
         print(where, file=sys.stderr)
         return 0
-    rows = [list(row) for row in rows_of(tree)]
+    rows = [[line.name, str(line)] for line in lines_of(tree)]
     table([f"{tree['run']} at step {tree['step']:,}, {tree['positions']:,} positions", ""], rows, left=(0, 1))
     print(where)
     return 0

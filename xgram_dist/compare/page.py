@@ -42,8 +42,11 @@ def title_of(results: Results) -> str:
 
 
 def _summary(results: Results) -> list[Child]:
-    rows: list[list[Child]] = [[_shown(cell) for cell in row] for row in rows_of(results)]
-    return [table([*HEADER], rows), note(NOTE)]
+    made: list[Child] = []
+    for title, columns in (("What it learns", (0, 1, 2, 5, 6, 10)), ("What it costs", (0, 3, 4, 7, 8, 9))):
+        rows: list[list[Child]] = [[_shown(row[n]) for n in columns] for row in rows_of(results)]
+        made += [tag("h3", title), table([HEADER[n] for n in columns], rows)]
+    return [*made, note(NOTE)]
 
 
 def _shown(cell: str) -> Child:

@@ -40,7 +40,7 @@ class State:
         return run.key in self._tree["folders"]
 
     def place(self, run: PlannedRun, folder: Path) -> None:
-        self._tree["folders"][run.key] = str(folder.relative_to(self.out))
+        self._tree["folders"][run.key] = str(folder.absolute().relative_to(self.out.absolute()))
         self._write()
 
     def failure(self, run: PlannedRun) -> str | None:

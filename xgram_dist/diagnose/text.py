@@ -1,42 +1,33 @@
 """The figures in short, for a terminal and for tables beside each other."""
 
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 MISSING = "-"
 
 
-def rows_of(tree: dict[str, Any]) -> list[tuple[str, str]]:
-    """(what, value); what does not apply says so."""
-    figures = tree["figures"]
-    found: list[tuple[str, str]] = []
+def number(value: float) -> str:
+    return f"{value:.3f}"
 
-    def add(key: str, name: str, value: Any) -> None:
-        one = figures.get(key)
-        if one is None:
-            found.append((name, MISSING))
-        elif "not_applicable" in one:
-            found.append((name, f"not applicable: {one['not_applicable']}"))
-        else:
-            found.append((name, value(one)))
 
-    add("activation", "activation magnitude, rarest to most frequent tokens", _ends)
-    add("activation", "correlation of magnitude and log frequency", lambda one: number(one["correlation"]))
-    for part, name in LAYERS.items():
-        add("layers", name, lambda one, part=part: f"{number(one[part][0])} ... {number(one[part][-1])}")
-    for stage in ("retrieved", "extracted"):
-        add("views", f"pairwise cosine of views, {stage}", lambda one, s=stage: number(one.get(s, {}).get("mean")))
-    for part in ("0.001", "0.01", "0.1"):
-        add(
-            "row_hits",
-            f"hits of the hottest {100 * float(part):g} % of rows",
-            lambda one, p=part: share(one["hottest"][p]),
-        )
-    thresholds = figures.get("updates", {}).get("more_than", {})
-    for threshold in thresholds or ("N",):
-        add("updates", f"rows with more than {threshold} updates", lambda one, t=threshold: share(one["more_than"][t]))
-    add("movement", "row movement, CV (median of tables)", lambda one: number(one["cv"]))
-    add("movement", "row movement, p75 / p25 (median of tables)", lambda one: number(one["gap"]))
-    return found
+def share(value: float) -> str:
+    return f"{100 * value:.2f} %"
+
+
+@dataclass(frozen=True)
+class Line:
+    name: str
+    values: list[float | None]
+    """One, or those of the first and the last layer or band."""
+    form: Callable[[float], str] = number
+    reason: str | None = None
+    """Why it does not apply."""
+
+    def __str__(self) -> str:
+        if self.reason is not None:
+            return f"not applicable: {self.reason}"
+        return " ... ".join(MISSING if value is None else self.form(value) for value in self.values)
 
 
 LAYERS = {
@@ -45,16 +36,38 @@ LAYERS = {
     "hidden": "cosine of hidden states with the input",
     "first_state": "cosine of hidden states with the first layer's",
 }
+HOTTEST = ("0.001", "0.01", "0.1")
 
 
-def number(value: float | None) -> str:
-    return MISSING if value is None else f"{value:.3f}"
+def lines_of(tree: dict[str, Any]) -> list[Line]:
+    figures, found = tree["figures"], []
+
+    def add(key: str, name: str, values: Callable[[Any], list[float | None]], form: Callable[[float], str]) -> None:
+        one = figures.get(key)
+        if one is None:
+            found.append(Line(name, [None]))
+        elif "not_applicable" in one:
+            found.append(Line(name, [], form, one["not_applicable"]))
+        else:
+            found.append(Line(name, values(one), form))
+
+    add("activation", "activation magnitude, rarest ... most frequent tokens", _ends, number)
+    add("activation", "correlation of magnitude and log frequency", lambda one: [one["correlation"]], number)
+    for part, name in LAYERS.items():
+        add("layers", name, lambda one, part=part: [one[part][0], one[part][-1]], number)  # type: ignore[misc]
+    for stage in ("retrieved", "extracted"):
+        name = f"pairwise cosine of views, {stage}"
+        add("views", name, lambda one, stage=stage: [one.get(stage, {}).get("mean")], number)  # type: ignore[misc]
+    for part in HOTTEST:
+        name = f"hits of the hottest {100 * float(part):g} % of rows"
+        add("row_hits", name, lambda one, part=part: [one["hottest"][part]], share)  # type: ignore[misc]
+    for n in figures.get("updates", {}).get("more_than", ("N",)):
+        add("updates", f"rows with more than {n} updates", lambda one, n=n: [one["more_than"][n]], share)  # type: ignore[misc]
+    add("movement", "row movement, CV (median of tables)", lambda one: [one["cv"]], number)
+    add("movement", "row movement, p75 / p25 (median of tables)", lambda one: [one["gap"]], number)
+    return found
 
 
-def share(value: float | None) -> str:
-    return MISSING if value is None else f"{100 * value:.2f} %"
-
-
-def _ends(one: dict[str, Any]) -> str:
+def _ends(one: dict[str, Any]) -> list[float | None]:
     bands = one["bands"]
-    return f"{number(bands[0]['magnitude'])} ... {number(bands[-1]['magnitude'])}" if bands else MISSING
+    return [bands[0]["magnitude"], bands[-1]["magnitude"]] if bands else [None]

@@ -2,10 +2,10 @@
 
 from typing import Any
 
-from xgram_dist.diagnose.text import rows_of
+from xgram_dist.diagnose.text import Line, lines_of
 from xgram_dist.report.chart import Point, Series, chart
 from xgram_dist.report.markup import Child, Markup, tag
-from xgram_dist.report.numbers import MISSING
+from xgram_dist.report.numbers import MISSING, with_error
 from xgram_dist.report.page import note, table
 
 LAYERS = {
@@ -17,7 +17,7 @@ LAYERS = {
 
 
 def diagnosed(groups: dict[str, list[dict[str, Any]]]) -> list[Child]:
-    """By name, the figures of one run or of the runs of several seeds: then tables show the first, curves the mean."""
+    """By name, the figures of one run, or of the runs of several seeds: then their mean."""
     known = {name: trees for name, trees in groups.items() if trees}
     if not known:
         return [note("No figures in the run's files; `xgram-dist diagnose RUN` makes them.")]
@@ -25,23 +25,27 @@ def diagnosed(groups: dict[str, list[dict[str, Any]]]) -> list[Child]:
 
 
 def _summary(groups: dict[str, list[dict[str, Any]]]) -> Markup:
-    columns = [dict(rows_of(trees[0])) if trees else {} for trees in groups.values()]
-    names = list(dict.fromkeys(name for column in columns for name in column))
+    columns = [[{line.name: line for line in lines_of(tree)} for tree in trees] for trees in groups.values()]
+    names = list(dict.fromkeys(name for column in columns for lines in column for name in lines))
     rows: list[list[Child]] = []
     for name in names:
-        rows.append([name, *(_cell(column, name) for column in columns)])
-    steps = {f"step {trees[0]['step']:,}, {trees[0]['positions']:,} positions" for trees in groups.values() if trees}
-    seeds = " The first seed of each." if any(len(trees) > 1 for trees in groups.values()) else ""
+        rows.append([name, *(_cell([lines[name] for lines in column if name in lines]) for column in columns)])
+    steps = {f"step {tree['step']:,}, {tree['positions']:,} positions" for trees in groups.values() for tree in trees}
+    seeds = " Mean ± standard error over seeds." if any(len(trees) > 1 for trees in groups.values()) else ""
     return table(["figure", *groups], rows, caption=f"Figures of the paper, {'; '.join(sorted(steps))}.{seeds}")
 
 
-def _cell(column: dict[str, str], name: str) -> Child:
-    value = column.get(name)
-    if value is None or value == "-":
+def _cell(lines: list[Line]) -> Child:
+    """The line of each seed as one."""
+    if not lines:
         return MISSING
-    if value.startswith("not applicable"):
-        return tag("span", "n/a", class_="note", title=value)
-    return value
+    if lines[0].reason is not None:
+        return tag("span", "n/a", class_="note", title=str(lines[0]))
+    found: list[Child] = []
+    for values in zip(*(line.values for line in lines if line.reason is None), strict=False):
+        known = [value for value in values if value is not None]
+        found += [" ... " if found else "", with_error(known, lines[0].form) or MISSING]
+    return found
 
 
 def _charts(groups: dict[str, list[dict[str, Any]]]) -> list[Markup]:
