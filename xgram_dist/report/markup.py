@@ -22,7 +22,7 @@ def text(value: Child) -> Markup:
     return Markup(html.escape(str(value), quote=True))
 
 
-def tag(name: str, *children: Child, **attributes: Any) -> Markup:
+def tag(name: str, /, *children: Child, **attributes: Any) -> Markup:
     """`tag("td", 5, class_="number")`; an attribute that is None or False is left out, True stands alone."""
     words = [name]
     for key, value in attributes.items():
