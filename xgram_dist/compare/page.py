@@ -108,10 +108,10 @@ def _throughput(results: Results) -> list[Child]:
         for name in names
     ]
     labels = [one.label for one in results.recipes]
-    return [
-        table(["phase of a step (ms, first rank)", *labels], rows) if rows else note("No phases in the runs' files."),
-        chart("Tokens a second", "step", "tokens/s", series, from_zero=True),
-    ]
+    shown_phases = (
+        table(["phase of a step (ms, first rank)", *labels], rows) if rows else note("No phases in the files.")
+    )
+    return [shown_phases, chart("Tokens a second", "step", "tokens/s", series, from_zero=True)]
 
 
 def _diagnostics(results: Results) -> list[Child]:

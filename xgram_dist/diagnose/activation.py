@@ -56,7 +56,7 @@ def magnitudes(totals: Totals, sites: dict[str, list[int]]) -> dict[str, NDArray
     occurrences = totals["occurrences"].numpy()
     sums = {site: totals[f"norms.{site}"].numpy() for site in sites}
     counts = {site: len(layers) for site, layers in sites.items()}
-    sums["all"], counts["all"] = sum(sums.values()), sum(counts.values())
+    sums["all"], counts["all"] = np.sum(list(sums.values()), axis=0), sum(counts.values())
     with np.errstate(invalid="ignore", divide="ignore"):
         return {name: np.where(occurrences > 0, sums[name] / (occurrences * counts[name]), np.nan) for name in sums}
 

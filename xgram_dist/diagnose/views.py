@@ -60,7 +60,7 @@ def view_cosines(totals: Totals, groups: dict[str, list[str]]) -> dict[str, Any]
     """By stage: the mean over all pairs of all sites, and the pairs of each; a stage that did not occur is left out."""
     found: dict[str, Any] = {}
     for stage in STAGES:
-        sites = {}
+        sites: dict[str, Any] = {}
         for group, names in groups.items():
             pairs = {
                 f"{i}-{j}": mean_of(totals, f"views.{stage}.{group}.{i}-{j}")

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from xgram_dist.report.markup import Markup, tag
 from xgram_dist.report.numbers import short
 
-WIDTH, HEIGHT = 720, 320
-LEFT, RIGHT, TOP, BOTTOM = 64, 16, 14, 44
+WIDTH, HEIGHT = 560, 290
+LEFT, RIGHT, TOP, BOTTOM = 62, 14, 12, 44
 MOST_POINTS = 1200
 """Of a curve; of more, the least and the greatest of each group stay."""
 

@@ -100,7 +100,7 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     """What `eval` left in the run folder: {name, scores} of each file that can be read."""
     import json
 
-    found = []
+    found: list[dict[str, Any]] = []
     for file in sorted((run / "eval").glob("*.json")):
         try:
             ours = json.loads(file.read_text(encoding="utf-8"))["xgram_dist"]

@@ -125,7 +125,8 @@ def _throughput(run: Run) -> list[Child]:
         ["model TFLOP/s a rank", shown(figures.average(run, "model_tflops"), three)],
         ["utilisation of the device", shown(figures.average(run, "utilisation"), percent)],
     ]
-    return [table(["", "mean over steps"], rows), chart("Tokens a second", "step", "tokens/s", [rate], from_zero=True)]
+    drawn = chart("Tokens a second", "step", "tokens/s", [rate], from_zero=True)
+    return [tag("div", table(["", "mean over steps"], rows), drawn, class_="charts")]
 
 
 def _phases(run: Run) -> list[Child]:
@@ -143,9 +144,7 @@ def _phases(run: Run) -> list[Child]:
         ]
         for name, value in found.items()
     ]
-    words = (
-        "Mean over steps, of the first rank. `plan` runs in a thread beside the others, so the parts may exceed a step."
-    )
+    words = "Mean over steps, of the first rank. Planning runs in a thread beside the others: parts may exceed a step."
     return [note(words), table(["phase", "", "ms a step", "of a step"], rows, left=(0, 1))]
 
 
