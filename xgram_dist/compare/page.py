@@ -31,7 +31,7 @@ def compare_page(plan: Plan, results: Results, out: Path) -> str:
             Section("curves", "Loss curves", tag("div", _curves(results), class_="charts")),
             Section("throughput", "Throughput and phases", _throughput(results)),
             Section("diagnostics", "Diagnostics side by side", _diagnostics(results)),
-            Section("runs", "Runs", _runs(results)),
+            Section("runs", "Runs", _runs(results, out)),
             Section("recipes", "What sets the recipes apart", _differences(plan)),
         ],
     )
@@ -103,15 +103,17 @@ def _throughput(results: Results) -> list[Child]:
                 by_name.setdefault(name, []).append(value)
                 names[name] = None
         columns.append(by_name)
-    rows: list[list[Child]] = [
-        [name, *(shown(mean(column.get(name, [])), lambda v: f"{1000 * v:,.2f}") for column in columns)]
-        for name in names
-    ]
+    rows: list[list[Child]] = [[name, *(_milliseconds(column, name) for column in columns)] for name in names]
     labels = [one.label for one in results.recipes]
     shown_phases = (
         table(["phase of a step (ms, first rank)", *labels], rows) if rows else note("No phases in the files.")
     )
     return [shown_phases, chart("Tokens a second", "step", "tokens/s", series, from_zero=True)]
+
+
+def _milliseconds(column: dict[str, list[float]], name: str) -> Child:
+    """A run that has other phases does not have this one: no tables, nothing to fetch."""
+    return "none" if column and name not in column else shown(mean(column.get(name, [])), lambda v: f"{1000 * v:,.2f}")
 
 
 def _diagnostics(results: Results) -> list[Child]:
@@ -122,7 +124,11 @@ def _diagnostics(results: Results) -> list[Child]:
     return diagnosed(groups)
 
 
-def _runs(results: Results) -> Markup:
+def _within(folder: Path, out: Path) -> str:
+    return str(folder.relative_to(out)) if folder.is_relative_to(out) else str(folder)
+
+
+def _runs(results: Results, out: Path) -> Markup:
     rows: list[list[Child]] = []
     for one in results.recipes:
         for seed in one.seeds:
@@ -135,9 +141,9 @@ def _runs(results: Results) -> Markup:
                     shown(seed.perplexity, three),
                     shown(None if run is None else figures.tokens_per_second(run), whole),
                     shown(None if run is None else figures.peak_memory(run), size),
-                    shown(seed.wire_bytes(), size),
+                    shown(seed.wire_bytes(), size) if one.table_parameters else "none",
                     MISSING if run is None else len(figures.starts(run)),
-                    MISSING if run is None else str(run.folder),
+                    MISSING if run is None else _within(run.folder, out),
                 ]
             )
     header = ["recipe", "seed", "state", "validation perplexity", "tokens/s", "peak memory", "table bytes a step"]
