@@ -24,6 +24,7 @@ def draw(trees: list[Tree], folder: Path) -> list[Path]:
         try:
             drawer(axes, known)
             axes.grid(alpha=0.3)
+            axes.set_axisbelow(True)
             if axes.get_legend_handles_labels()[1]:
                 axes.legend(frameon=False, fontsize=8)
             figure.tight_layout()
@@ -62,15 +63,22 @@ def _layers(axes: Any, trees: list[Tree]) -> None:
         for part, style in styles.items():
             name = part if len(trees) == 1 else f"{tree['run']}: {part}"
             axes.plot(tree["figures"]["layers"][part], f"C{number}{style}", marker="o", ms=4, label=name)
-    axes.set_xlabel("layer")
+    _by_layer(axes)
     axes.set_ylabel("cosine with the input embedding")
     axes.set_title("What is left of the token: by layer and component")
+
+
+def _by_layer(axes: Any) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    axes.set_xlabel("layer")
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
 
 
 def _first_state(axes: Any, trees: list[Tree]) -> None:
     for tree in trees:
         axes.plot(tree["figures"]["layers"]["first_state"], marker="o", label=label(tree))
-    axes.set_xlabel("layer")
+    _by_layer(axes)
     axes.set_ylabel("cosine with the first layer's state")
     axes.set_title("Hidden states and the first layer's")
 
@@ -85,7 +93,7 @@ def _views(axes: Any, trees: list[Tree]) -> None:
                 axes.plot(
                     *zip(*points, strict=True), f"C{number}{style}", ms=4, label=f"{tree['run']}: {site}, {stage}"
                 )
-    axes.set_xlabel("layer")
+    _by_layer(axes)
     axes.set_ylabel("pairwise cosine of views")
     axes.set_title("Similarity of parallel views")
 

@@ -55,9 +55,11 @@ def lines_of(tree: dict[str, Any]) -> list[Line]:
     add("activation", "correlation of magnitude and log frequency", lambda one: [one["correlation"]], number)
     for part, name in LAYERS.items():
         add("layers", name, lambda one, part=part: [one[part][0], one[part][-1]], number)  # type: ignore[misc]
-    for stage in ("retrieved", "extracted"):
-        name = f"pairwise cosine of views, {stage}"
-        add("views", name, lambda one, stage=stage: [one.get(stage, {}).get("mean")], number)  # type: ignore[misc]
+    add("views", "pairwise cosine of views, retrieved", lambda one: [one["retrieved"]["mean"]], number)
+    if "retrieved" in figures.get("views", {}) and "extracted" not in figures["views"]:
+        found.append(Line("pairwise cosine of views, extracted", [], number, "the views have no extractors"))
+    else:
+        add("views", "pairwise cosine of views, extracted", lambda one: [one["extracted"]["mean"]], number)
     for part in HOTTEST:
         name = f"hits of the hottest {100 * float(part):g} % of rows"
         add("row_hits", name, lambda one, part=part: [one["hottest"][part]], share)  # type: ignore[misc]
