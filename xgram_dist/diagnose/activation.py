@@ -38,15 +38,15 @@ class Activation:
 class SiteNorms:
     """The mean norm of what is injected at each site, whatever the token, on any layout."""
 
-    def __init__(self, sums: Sums, whole: tuple[str, ...] = (), tensor: Ranks | None = None):
-        """`tensor`: the ranks that share a vector's columns, except at the sites `whole`."""
-        self._sums, self._whole, self._tensor = sums, whole, tensor or Ranks()
+    def __init__(self, sums: Sums, cut: tuple[str, ...] = (), tensor: Ranks | None = None):
+        """`tensor`: the ranks that share a vector's columns at the sites `cut`."""
+        self._sums, self._cut, self._tensor = sums, cut, tensor or Ranks()
 
     def see(self, what: str, layer: int, name: str, value: Tensor) -> None:
         if what != "injected":
             return
         squares = value.double().square().sum(-1)
-        if name not in self._whole:
+        if name in self._cut:
             self._tensor.all_reduce_sum(squares)
         self._sums.add(f"site.{name}", torch.stack((squares.sqrt().sum(), squares.new_tensor(squares.numel()))))
 

@@ -16,6 +16,7 @@ from xgram_dist.checkpoint.folder import checkpoints_at
 from xgram_dist.checkpoint.weights import SavedWeights
 from xgram_dist.config import Config
 from xgram_dist.config.schema import ParallelConfig
+from xgram_dist.inference.open import Checkpoint
 from xgram_dist.memory.store import Store
 from xgram_dist.memory.tables import store_of
 from xgram_dist.memory.working_set import Lookup, WorkingSet
@@ -95,8 +96,14 @@ def open_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.whole(f"backbone.{name}"))
-    lookup = build_lookup(config, saved.routing, device, mesh)
+    lookup = build_lookup(config, saved.routing, device, mesh, **_keys(folder, end_of_text))
     return Opened(saved, config, mesh, device, model.eval(), lookup)
+
+
+def _keys(folder: Path, end_of_text: int) -> dict[str, Any]:
+    """Of methods that look up n-grams, what the checkpoint says of them; none of the others."""
+    found = getattr(Checkpoint.find(folder), "keys", lambda: None)()
+    return {} if found is None else {"keys": found, "end_of_text": end_of_text}
 
 
 def _alone(config: Config, precision: str | None) -> Config:

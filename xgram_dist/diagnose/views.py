@@ -18,9 +18,9 @@ STAGES = ("retrieved", "extracted")
 
 
 class ViewCosines:
-    def __init__(self, sums: Sums, names: list[str], whole: tuple[str, ...] = (), tensor: Ranks | None = None):
-        """`names`: of all tables. `tensor`: the ranks that share a vector's columns, except at the sites `whole`."""
-        self._sums, self._whole, self._tensor = sums, whole, tensor or Ranks()
+    def __init__(self, sums: Sums, names: list[str], cut: tuple[str, ...] = (), tensor: Ranks | None = None):
+        """`names`: of all tables. `tensor`: the ranks that share a vector's columns at the sites `cut`."""
+        self._sums, self._cut, self._tensor = sums, cut, tensor or Ranks()
         self.groups = {site: views for site, views in _groups(names).items() if len(views) > 1}
         self._waiting: dict[str, list[Tensor]] = {}
 
@@ -47,7 +47,7 @@ class ViewCosines:
         wide = [one.double().flatten(0, -2) for one in vectors]
         squares = [one.square().sum(-1) for one in wide]
         products = torch.stack([*squares, *((wide[i] * wide[j]).sum(-1) for i, j in pairs)])
-        if group.rsplit(".", 1)[1] not in self._whole:
+        if group.rsplit(".", 1)[1] in self._cut:
             self._tensor.all_reduce_sum(products)
         norms = products[: len(vectors)].sqrt().clamp_min(1e-30)
         for number, (i, j) in enumerate(pairs):

@@ -15,6 +15,12 @@ See = Callable[[str, int, str, Tensor], None]
 each view, in order) and injected [B,T,W]."""
 
 PARTS = ("attention", "ffn")
+CHANGING = ("ngram", "ffn")
+"""Sites that are given what they change and give it back changed: what they inject is the difference."""
+REPLACING = ("up",)
+"""Sites that give a factor, to which nothing is added."""
+CUT = ("q", "k", "v", "qk", "up")
+"""Sites whose columns are spread over a tensor axis; at the others every rank has them all."""
 
 
 @contextmanager
@@ -30,7 +36,7 @@ def watching(model: nn.Module, see: See) -> Iterator[None]:
         for site, module in _sites(block).items():
             for extractor in getattr(module, "extractors", ()):
                 handles.append(_hook(extractor, see, "extracted", layer, site))
-            handles.append(_hook(module, see, "injected", layer, site))
+            handles.append(_hook(module, see, "injected", layer, site, changing=site in CHANGING))
         handles.append(_hook(block, see, "hidden", layer, ""))
     try:
         yield
@@ -52,11 +58,13 @@ def injecting_sites(model: nn.Module) -> dict[str, list[int]]:
 
 def _sites(block: nn.Module) -> dict[str, nn.Module]:
     sites = getattr(block, "sites", None)
-    return dict(sites.items()) if isinstance(sites, nn.ModuleDict) else {}
+    named = sites.items() if isinstance(sites, nn.ModuleDict) else ()
+    return {site: module for site, module in named if site not in REPLACING}
 
 
-def _hook(module: nn.Module, see: See, what: str, layer: int, name: str) -> Any:
+def _hook(module: nn.Module, see: See, what: str, layer: int, name: str, *, changing: bool = False) -> Any:
     def after(_: nn.Module, given: Any, made: Any) -> None:
-        see(what, layer, name, made[0] if isinstance(made, tuple) else made)
+        value = made[0] if isinstance(made, tuple) else made  # beside it, a loss of its own
+        see(what, layer, name, value - given[0] if changing else value)
 
     return module.register_forward_hook(after)

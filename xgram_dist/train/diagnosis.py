@@ -12,9 +12,8 @@ from xgram_dist.diagnose.activation import SiteNorms
 from xgram_dist.diagnose.cosines import PARTS, LayerCosines, layer_cosines
 from xgram_dist.diagnose.sums import Sums, mean_of
 from xgram_dist.diagnose.views import ViewCosines, view_cosines
-from xgram_dist.diagnose.watch import watching
+from xgram_dist.diagnose.watch import CUT, watching
 from xgram_dist.engine.protocol import Engine
-from xgram_dist.memory.layout import RESIDUAL_SITES
 from xgram_dist.memory.tables import store_of
 from xgram_dist.memory.working_set import Lookup
 from xgram_dist.parallel.mesh import Mesh
@@ -35,8 +34,8 @@ class Diagnosis:
         sums = Sums()
         store = store_of(self._lookup)
         names = [name for state in (store.states if store is not None else ()) for name in state.slab.columns()]
-        views = ViewCosines(sums, names, RESIDUAL_SITES, tensor)
-        observers = (LayerCosines(sums), views, SiteNorms(sums, RESIDUAL_SITES, tensor))
+        views = ViewCosines(sums, names, CUT, tensor)
+        observers = (LayerCosines(sums), views, SiteNorms(sums, CUT, tensor))
 
         def see(what: str, layer: int, name: str, value: Tensor) -> None:
             for one in observers:
