@@ -96,14 +96,15 @@ def open_checkpoint(
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.whole(f"backbone.{name}"))
-    lookup = build_lookup(config, saved.routing, device, mesh, **_keys(folder, end_of_text))
+    lookup = build_lookup(config, saved.routing, device, mesh, **_keys(saved, end_of_text))
     return Opened(saved, config, mesh, device, model.eval(), lookup)
 
 
-def _keys(folder: Path, end_of_text: int) -> dict[str, Any]:
-    """Of methods that look up n-grams, what the checkpoint says of them; none of the others."""
-    found = getattr(Checkpoint.find(folder), "keys", lambda: None)()
-    return {} if found is None else {"keys": found, "end_of_text": end_of_text}
+def _keys(saved: SavedWeights, end_of_text: int) -> dict[str, Any]:
+    """What a method that looks up n-grams has saved of them; nothing of the others."""
+    if saved.facts.get("keys") is None:
+        return {}
+    return {"keys": Checkpoint.find(saved.folder).keys(), "end_of_text": end_of_text}  # type: ignore[attr-defined]
 
 
 def _alone(config: Config, precision: str | None) -> Config:
