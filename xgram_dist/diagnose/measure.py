@@ -75,7 +75,7 @@ def _rows(opened: Opened) -> Figures:
     with _progress(opened, opened.row_bytes() / 1e6, "MB", "table rows") as advance:
         opened.read_rows(moved, lambda size: advance(size / 1e6))
     if opened.store is None:
-        return not_applicable(f"{opened.config.memory.method} has no tables")
+        return not_applicable(f"{opened.config.memory.method} trains no tables")
     source = opened.saved.facts["started_from"]
     if source is not None:
         return not_applicable(
@@ -191,7 +191,7 @@ def _not_by_token(opened: Opened) -> Figures | None:
     """Why token frequencies do not tell how rows are read; None: they do."""
     method = opened.config.memory.method
     if opened.store is None:
-        return not_applicable(f"{method} has no tables")
+        return not_applicable(f"{method} trains no tables")
     routing = opened.saved.routing
     expected = opened.config.model.vocabulary if routing is None else routing.num_rows
     if method in NGRAM_METHODS or any(state.slab.rows != expected for state in opened.store.states):

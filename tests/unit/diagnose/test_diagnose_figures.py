@@ -198,7 +198,7 @@ def test_the_command_writes_figures_and_pictures(
     assert main(["diagnose", str(vanilla), *words]) == 0
     file = vanilla / "diagnose" / "step-00000001" / "figures.json"
     assert json.loads(file.read_text())["method"] == "vanilla"
-    assert "not applicable: vanilla has no tables" in capsys.readouterr().out
+    assert "not applicable: vanilla trains no tables" in capsys.readouterr().out
     assert main(["diagnose", str(run), *words, "--out", str(tmp_path / "out"), "--beside", str(vanilla), "--json"]) == 0
     printed = json.loads(capsys.readouterr().out)
     assert printed == json.loads((tmp_path / "out" / "figures.json").read_text())
