@@ -50,6 +50,8 @@ def _reached(results: Results, one: RecipeResult) -> tuple[str, str]:
     known = [value for value in reached if value is not None]
     if not reached:
         return MISSING_TEXT, MISSING_TEXT
+    if one.label == results.baseline:
+        return tokens(one.tokens), percent(1.0)  # its last loss is where it ended
     if len(known) < len(reached):
         return f"not reached by {len(reached) - len(known)} of {len(reached)}", "-"
     share = [value / results.recipe(results.baseline).tokens for value in known]

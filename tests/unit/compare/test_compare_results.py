@@ -138,10 +138,18 @@ def test_the_table_has_means_and_standard_errors_over_seeds(recipes: list[str], 
     rows = rows_of(results)
     assert rows[0][1] == f"{mean:.3f} ± {error:.3f}"
     assert rows[1][0] == "hand-vanilla (baseline)"
-    assert rows[1][5] == "not reached by 1 of 3"
+    assert rows[1][5:7] == ["26.21 M", "100.0 %"]
     text = markdown(results, "<b>title</b>")
     assert "<b>" not in text
     assert len([line for line in text.splitlines() if line.startswith("|")]) == 4
+
+
+def test_a_loss_that_is_not_reached_is_said(recipes: list[str], tmp_path: Path) -> None:
+    plan = plan_runs(recipes, [], (0, 1), 100, None)
+    state = State(tmp_path / "out")
+    shifts = {("hand-vanilla", 0): 0.0, ("hand-vanilla", 1): 0.0, ("hand-xgram", 0): -0.5, ("hand-xgram", 1): 0.5}
+    train_by_hand(plan, state, shifts)
+    assert rows_of(read_results(plan, state))[0][5:7] == ["not reached by 1 of 2", "-"]
 
 
 def test_runs_that_are_not_there_are_missing_and_not_guessed(recipes: list[str], tmp_path: Path) -> None:
