@@ -34,6 +34,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--slurm", action="store_true", help="submit the runs as a job array instead")
     parser.add_argument("--nodes", default="1", metavar="N|MIN-MAX", help="of --slurm: nodes of a run (1)")
     parser.add_argument("--site", metavar="FILE", help="of --slurm: the cluster's file (slurm/sites/default.yaml)")
+    parser.add_argument("--no-preflight", action="store_true", help="of --slurm: do not check ranks and links before")
     parser.add_argument("--force", action="store_true", help="of --slurm: also what the plan speaks against")
     parser.add_argument("--json", action="store_true", help="print the results as JSON")
     parser.set_defaults(overrides=[])
@@ -67,7 +68,8 @@ def _work(args: argparse.Namespace, plan: "Plan", state: "State") -> int:
         from xgram_dist.compare.cluster import submit_all
         from xgram_dist.slurm.site import load_site
 
-        for one in submit_all(plan, state, load_site(args.site), args.nodes, force=args.force):
+        options = {"preflight": not args.no_preflight, "force": args.force}
+        for one in submit_all(plan, state, load_site(args.site), args.nodes, **options):
             _say(f"{one['run']}: job {one['job']}, {one['state']}: {one['folder']}")
         return 0
     from xgram_dist.config.check import accumulation, check_files

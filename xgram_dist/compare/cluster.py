@@ -11,14 +11,16 @@ from xgram_dist.slurm.site import Site
 from xgram_dist.slurm.submit import Request, plan_submission, submit
 
 
-def submit_all(plan: Plan, state: State, site: Site, nodes: str, *, force: bool = False) -> list[dict[str, Any]]:
+def submit_all(
+    plan: Plan, state: State, site: Site, nodes: str, *, preflight: bool = True, force: bool = False
+) -> list[dict[str, Any]]:
     """{run, folder, job, state} of every run that is not complete; `state` is Slurm's, or "submitted" just now."""
     waiting = [run for run in plan.runs if not state.complete(run)]
     fresh = [run for run in waiting if not state.placed(run) and not state.folder(run).exists()]
     found = []
     if fresh:
         folder = _new_array(state.out)
-        jobs, folders = _submit([str(state.recipe(run)) for run in fresh], site, nodes, folder, force)
+        jobs, folders = _submit([str(state.recipe(run)) for run in fresh], site, nodes, folder, preflight, force)
         for run, job, one in zip(fresh, jobs, folders, strict=True):
             state.place(run, one)
             found.append(_line(run, one, job, "submitted"))
@@ -32,12 +34,14 @@ def submit_all(plan: Plan, state: State, site: Site, nodes: str, *, force: bool 
             if now is not None and now not in ENDED:
                 found.append(_line(run, folder, job, now))
                 continue
-        (job,), _ = _submit([str(state.recipe(run))], site, nodes, folder, force)
+        (job,), _ = _submit([str(state.recipe(run))], site, nodes, folder, preflight, force)
         found.append(_line(run, folder, job, "submitted"))
     return found
 
 
-def _submit(recipes: list[str], site: Site, nodes: str, folder: Path, force: bool) -> tuple[list[str], list[Path]]:
+def _submit(
+    recipes: list[str], site: Site, nodes: str, folder: Path, preflight: bool, force: bool
+) -> tuple[list[str], list[Path]]:
     submission = plan_submission(
         Request(
             recipes=recipes,
@@ -47,7 +51,7 @@ def _submit(recipes: list[str], site: Site, nodes: str, folder: Path, force: boo
             nodes=nodes,
             folder=folder,
             then_eval=False,
-            preflight=True,
+            preflight=preflight,
             force=force,
         )
     )
