@@ -36,6 +36,9 @@ LAYERS = {
     "hidden": "cosine of hidden states with the input",
     "first_state": "cosine of hidden states with the first layer's",
 }
+UPDATES = "rows with more than {} updates"
+ANY = UPDATES.format("N")
+"""Stands for all thresholds where none apply."""
 HOTTEST = ("0.001", "0.01", "0.1")
 
 
@@ -64,7 +67,7 @@ def lines_of(tree: dict[str, Any]) -> list[Line]:
         name = f"hits of the hottest {100 * float(part):g} % of rows"
         add("row_hits", name, lambda one, part=part: [one["hottest"][part]], share)  # type: ignore[misc]
     for n in figures.get("updates", {}).get("more_than", ("N",)):
-        add("updates", f"rows with more than {n} updates", lambda one, n=n: [one["more_than"][n]], share)  # type: ignore[misc]
+        add("updates", UPDATES.format(n), lambda one, n=n: [one["more_than"][n]], share)  # type: ignore[misc]
     add("movement", "row movement, CV (median of tables)", lambda one: [one["cv"]], number)
     add("movement", "row movement, p75 / p25 (median of tables)", lambda one: [one["gap"]], number)
     return found

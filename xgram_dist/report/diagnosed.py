@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from xgram_dist.diagnose.text import Line, lines_of
+from xgram_dist.diagnose.text import ANY, UPDATES, Line, lines_of
 from xgram_dist.report.chart import Point, Series, chart
 from xgram_dist.report.markup import Child, Markup, tag
 from xgram_dist.report.numbers import MISSING, with_error
@@ -27,9 +27,15 @@ def diagnosed(groups: dict[str, list[dict[str, Any]]]) -> list[Child]:
 def _summary(groups: dict[str, list[dict[str, Any]]]) -> Markup:
     columns = [[{line.name: line for line in lines_of(tree)} for tree in trees] for trees in groups.values()]
     names = list(dict.fromkeys(name for column in columns for lines in column for name in lines))
+    first, last = UPDATES.split("{}")
+    thresholds = [name for name in names if name != ANY and name.startswith(first) and name.endswith(last)]
     rows: list[list[Child]] = []
     for name in names:
-        rows.append([name, *(_cell([lines[name] for lines in column if name in lines]) for column in columns)])
+        if name == ANY and thresholds:
+            continue
+        instead = ANY if name in thresholds else name
+        found = [[lines.get(name, lines.get(instead)) for lines in column] for column in columns]
+        rows.append([name, *(_cell([line for line in column if line is not None]) for column in found)])
     steps = {f"step {tree['step']:,}, {tree['positions']:,} positions" for trees in groups.values() for tree in trees}
     seeds = " Mean ± standard error over seeds." if any(len(trees) > 1 for trees in groups.values()) else ""
     return table(["figure", *groups], rows, caption=f"Figures of the paper, {'; '.join(sorted(steps))}.{seeds}")

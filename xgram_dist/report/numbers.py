@@ -85,8 +85,8 @@ def standard_error(values: Sequence[float]) -> float | None:
 
 
 def with_error(values: Sequence[float], form: Callable[[float], str]) -> str | None:
-    """`mean ± standard error`; None of no values."""
+    """`mean ± standard error`; None of no values. Values that are all the same have no error to speak of."""
     middle, error = mean(values), standard_error(values)
     if middle is None:
         return None
-    return form(middle) + (f" ± {form(error)}" if error is not None else "")
+    return form(middle) + (f" ± {form(error).lstrip('+')}" if error else "")

@@ -4,12 +4,13 @@ import json
 from pathlib import Path
 
 import pytest
-from run_folders import EVIL, Parsed, add_figures, make_run, records
+from run_folders import EVIL, FIGURES, Parsed, add_figures, make_run, records
 
 from xgram_dist.cli.main import main
 from xgram_dist.report import figures
 from xgram_dist.report.chart import MOST_POINTS, Axis, Series, chart, nice, thinned
-from xgram_dist.report.markup import Markup, tag
+from xgram_dist.report.diagnosed import diagnosed
+from xgram_dist.report.markup import Markup, tag, text
 from xgram_dist.report.numbers import parameters, short, size, standard_error, with_error
 from xgram_dist.report.runs import read_run
 
@@ -70,10 +71,10 @@ def test_nothing_of_a_runs_files_becomes_code(tmp_path: Path) -> None:
     attempt = {"job": "1", "restart": 0, "nodes": ["<i>n</i>"], "step": 0, "started": 1.0, "ended": 2.0}
     attempt |= {"outcome": "crashed", "reason": "<script>w()</script>"}
     (run / "slurm" / "attempts.json").write_text(json.dumps([attempt]))
-    text = page_of(run)
-    found = Parsed(text)
+    made = page_of(run)
+    found = Parsed(made)
     assert found.stands_alone()
-    assert "<script>x()" not in text
+    assert "<script>x()" not in made
     for part in ("<script>z()</script>", "<script>w()</script>", "<i>n</i>", EVIL):
         assert part in found.text  # shown, as text
 
@@ -83,6 +84,17 @@ def test_several_runs_on_one_page(tmp_path: Path) -> None:
     found = Parsed(page_of(*runs))
     assert found.ids == ["summary", "curves", "run-0", "run-1"]
     assert "2 runs" in found.text
+
+
+def test_a_method_without_tables_beside_one_with(tmp_path: Path) -> None:
+    """Thresholds of updates are rows of their own only where they apply."""
+    refused = {"not_applicable": "vanilla trains no tables"}
+    bare = {**FIGURES["figures"], "updates": refused, "movement": refused, "row_hits": refused}
+    page = text(diagnosed({"vanilla": [{**FIGURES, "figures": bare}], "xgram": [FIGURES, FIGURES]}))
+    found = Parsed(page)
+    assert "more than N" not in found.text
+    assert found.text.count("n/a") == 2 + 2 + 3 + 2  # updates, movement, hits; extracted views of both
+    assert "missing" not in found.text
 
 
 def test_restarts_are_where_the_clock_begins_anew(tmp_path: Path) -> None:
@@ -147,4 +159,5 @@ def test_numbers() -> None:
     assert standard_error([1.0, 2.0, 3.0]) == pytest.approx(1 / 3**0.5)
     assert with_error([2.0], lambda v: f"{v:.1f}") == "2.0"
     assert with_error([1.0, 3.0], lambda v: f"{v:.1f}") == "2.0 ± 1.0"
+    assert with_error([2.0, 2.0], lambda v: f"{v:+.1f}") == "+2.0"
     assert with_error([], str) is None
