@@ -12,7 +12,7 @@ FOLDER, FILE = "diagnose", "figures.json"
 
 def default_folder(checkpoint: Path) -> Path:
     """Beside the checkpoints of its run; for a checkpoint elsewhere, the working folder's."""
-    above = checkpoint.resolve().parent
+    above = checkpoint.parent if checkpoint.parent.name == CHECKPOINTS else checkpoint.resolve().parent
     return (above.parent if above.name == CHECKPOINTS else Path()) / FOLDER / checkpoint.name
 
 
