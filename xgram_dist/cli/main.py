@@ -27,7 +27,9 @@ COMMANDS = {
     "generate": "text from a checkpoint",
     "export": "a checkpoint as a Hugging Face folder",
     "inspect": "what is in a checkpoint, and whether all of it is as it was written",
-    "report": "table and picture of one or more runs",
+    "diagnose": "the measurements of the paper on a checkpoint: figures and pictures",
+    "compare": "train recipes on several seeds, and put them side by side in a page",
+    "report": "table, picture and page of one or more runs",
     "bench": "benchmarks, side by side in one run: checkpoint, data, engine, exchange, generate, step",
 }
 

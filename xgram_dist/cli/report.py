@@ -6,12 +6,16 @@ from pathlib import Path
 
 EXAMPLES = """
   xgram-dist report runs/tiny-vanilla runs/tiny-xgram --picture runs/losses.png
+  xgram-dist report runs/tiny-xgram --html runs/tiny-xgram/report.html
 """
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--picture", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
+    parser.add_argument(
+        "--html", metavar="FILE", help="write a page: curves, phases, memory, exchange, restarts and more"
+    )
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
 
@@ -24,6 +28,11 @@ def run(args: argparse.Namespace) -> int:
     figures = [summary(run) for run in runs]
     if args.picture:
         draw_losses(runs, Path(args.picture))
+    if args.html:
+        from xgram_dist.report.page import write_page
+        from xgram_dist.report.run_page import run_page
+
+        write_page(run_page(runs), Path(args.html))
     if args.json:
         print(json.dumps(figures, indent=2))
         return 0
@@ -43,4 +52,6 @@ def run(args: argparse.Namespace) -> int:
     table(["run", "validation perplexity", "tokens/s", "backbone", "tables", "table rows hit"], rows)
     if args.picture:
         print(f"loss curves: {args.picture}")
+    if args.html:
+        print(f"page: {args.html}")
     return 0

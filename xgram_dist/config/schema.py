@@ -347,6 +347,8 @@ class TrainConfig(Section):
     """Steps between validations; 0: only at the end."""
     validation_sequences: Positive = 64
     """Sequences of a validation."""
+    diagnose_every: NotNegative = 0
+    """Steps between records of a few of the paper's measurements (`xgram-dist diagnose` makes all of them); 0: none."""
     max_skipped: NotNegative = 10
     """Steps in a row that may be skipped for a loss or gradient that is not finite."""
     collective_timeout: Annotated[float, Field(gt=0)] = 600.0

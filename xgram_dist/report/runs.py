@@ -1,7 +1,7 @@
 """Read run folders (train/folder.py) into figures."""
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,19 @@ class Run:
     train: list[dict[str, Any]]
     validation: list[dict[str, Any]]
     end: dict[str, Any] | None
+    records: list[dict[str, Any]] = field(default_factory=list)
+    """All of them, in the order they were written."""
+
+    def of(self, kind: str) -> list[dict[str, Any]]:
+        return [record for record in self.records if record["kind"] == kind]
+
+    @property
+    def complete(self) -> bool:
+        return bool(self.end and self.end.get("complete"))
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.config.train.global_batch * self.config.model.sequence_length
 
 
 def read_run(folder: Path) -> Run:
@@ -44,7 +57,8 @@ def read_run(folder: Path) -> Run:
         records.append((kind, record))
     by_kind = {k: [r for kind, r in records if kind == k] for k in ("train", "validation", "end")}
     end = by_kind["end"][-1] if by_kind["end"] else None
-    return Run(folder, load_config(folder / "config.yaml"), by_kind["train"], by_kind["validation"], end)
+    config = load_config(folder / "config.yaml")
+    return Run(folder, config, by_kind["train"], by_kind["validation"], end, [record for _, record in records])
 
 
 def summary(run: Run) -> dict[str, Any]:

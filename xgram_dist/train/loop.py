@@ -37,6 +37,7 @@ from xgram_dist.progress import table
 from xgram_dist.train.agree import check_agreement
 from xgram_dist.train.ahead import Planned, PlannedSteps
 from xgram_dist.train.build import build_lookup, build_model
+from xgram_dist.train.diagnosis import build_diagnosis
 from xgram_dist.train.evaluation import build_evaluation
 from xgram_dist.train.exchange import exchange_figures
 from xgram_dist.train.folder import ROUTING, TRACE, check_run_folder, open_run_folder
@@ -109,6 +110,7 @@ class Trainer:
         self.optimizer = Optimizer(config, self.engine, self.lookup, self.mesh, share)
         self.routing = routing
         self.evaluation = build_evaluation(config, self.mesh, self.engine, self.lookup, self.data)
+        self.diagnosis = build_diagnosis(config, self.mesh, self.engine, self.lookup, self.validation)
         self.saver = Saver(folder, config.checkpoint, self.ranks, lease)
         self.position = self.start = self.skipped = self.skipped_in_a_row = 0  # position: global sequences trained on
         self.loss: Any = None  # of the last step
@@ -162,6 +164,8 @@ class Trainer:
                         self._save(step, wait=False)
                     if train.validate_every and step % train.validate_every == 0 and step < train.steps:
                         self._validate(step)
+                    if self.diagnosis is not None and step % train.diagnose_every == 0:
+                        self._diagnose(step)
                     if self.evaluation is not None and (step % self.config.eval.every == 0 or step == train.steps):
                         self._evaluate(step)
                 return self._finish(step, stopped)
@@ -316,6 +320,12 @@ class Trainer:
         self._say(f"step {step}: validation loss {entropy:.4f}, perplexity {perplexity(entropy):.3f}")
         self.interval.pause(time.monotonic() - start)
         return entropy
+
+    def _diagnose(self, step: int) -> None:
+        assert self.diagnosis is not None
+        start = time.monotonic()
+        self._record("diagnose", step, **self.diagnosis.run(warmup_factor(self.config, step)))
+        self.interval.pause(time.monotonic() - start)
 
     def _evaluate(self, step: int) -> None:
         assert self.evaluation is not None

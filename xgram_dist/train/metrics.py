@@ -1,7 +1,7 @@
 """What a run says: one status line an interval on screen, every record as a JSON line and in TensorBoard.
 
-metrics.jsonl holds one object a line with `kind` (train, validation, skipped, end) and `step`; it is flushed line by
-line, so a killed run keeps all it has said.
+metrics.jsonl holds one object a line with `kind` (train, validation, memory, checkpoint, eval, diagnose, skipped, end)
+and `step`; it is flushed line by line, so a killed run keeps all it has said.
 """
 
 import json

@@ -1,0 +1,1 @@
+"""Recipes trained on several seeds, side by side."""
