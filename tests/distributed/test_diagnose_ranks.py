@@ -60,8 +60,12 @@ def logged(ranks, config, folder):
 
 @pytest.mark.parametrize(
     "parallel",
-    [{"engine": "hsdp"}, {"engine": "replicated", "tensor": 2, "sequence_parallel": True}],
-    ids=["hsdp", "tensor"],
+    [
+        {"engine": "hsdp"},
+        {"engine": "deepspeed", "zero_stage": 3},
+        {"engine": "replicated", "tensor": 2, "sequence_parallel": True},
+    ],
+    ids=["hsdp", "zero-3", "tensor"],
 )
 def test_a_run_logs_the_same_figures_on_any_layout(data, tmp_path, parallel):
     """train.diagnose_every: batches on the data axis; columns and positions on the tensor axis."""

@@ -37,7 +37,8 @@ def forward(run: Path, batches: list[torch.Tensor]) -> list[dict[str, Any]]:
                 x = x + deltas.pop("h")
             layer["attention"] = block.attention(block.attention_norm(x), deltas, at, None)
             x = x + layer["attention"]
-            layer["ffn"] = block.ffn(block.ffn_norm(x))
+            normed, ffn = block.ffn_norm(x), block.ffn
+            layer["ffn"] = ffn.down(F.silu(ffn.gate(normed)) * ffn.up(normed))
             x = x + layer["ffn"]
             layer["hidden"] = x
             layers.append(layer)
