@@ -137,7 +137,7 @@ class Transformer(nn.Module):
                 site: [values[name] for name in injection.tables]  # type: ignore[union-attr]
                 for site, injection in block.sites.items()
             }
-            slots = slots_BT[..., block.sites["ngram"].keys] if "ngram" in block.sites else slots_BT
+            slots = slots_BT[..., block.sites["ngram"].keys] if "ngram" in block.sites else slots_BT  # type: ignore[index]
             arguments = (x, rotary, of_block, slots, warmup, documents, mask)
             if self.checkpointed and torch.is_grad_enabled():
                 made = checkpoint(block, *arguments, use_reentrant=False)
