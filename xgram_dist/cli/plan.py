@@ -138,7 +138,7 @@ def _table(args: argparse.Namespace) -> int:
         [
             [
                 one["name"],
-                f"{one['table_parameters'] / 1e9:.3f} B",
+                _parameters(one["table_parameters"]),
                 f"{one['extractor_parameters'] / 1e6:,.2f} M",
                 f"{one['activation_width']:,}",
                 f"{one['extra_flops_per_token'] / 1e6:,.2f} M",
@@ -152,6 +152,10 @@ def _table(args: argparse.Namespace) -> int:
     print("\nbeside: parameters beside backbone and tables; retrieved: numbers a token; FLOPs a token, forward")
     print("counted: relative FLOPs of a small model of the same kind, by torch's counter; differ: from its formula")
     return 0
+
+
+def _parameters(count: int) -> str:
+    return f"{count / 1e9:.3f} B" if count >= 1e8 else f"{count / 1e6:.3f} M"
 
 
 def _axes(args: argparse.Namespace, config: "Config") -> "Axes":
