@@ -125,16 +125,7 @@ def _table(args: argparse.Namespace) -> int:
         print(json.dumps(found, indent=2))
         return 0
     table(
-        [
-            "recipe",
-            "table parameters",
-            "beside tables",
-            "retrieved width",
-            "added FLOPs",
-            "relative",
-            "counted",
-            "differ",
-        ],
+        ["recipe", "table parameters", "beside", "retrieved", "added FLOPs", "relative", "counted"],
         [
             [
                 one["name"],
@@ -143,14 +134,13 @@ def _table(args: argparse.Namespace) -> int:
                 f"{one['activation_width']:,}",
                 f"{one['extra_flops_per_token'] / 1e6:,.2f} M",
                 f"{one['relative_flops']:.4f}x",
-                f"{one['twin']['counted_relative']:.4f}x",
-                f"{100 * one['twin']['difference']:+.2f} %",
+                f"{100 * one['twin']['difference']:+.1f} %" if one["twin"]["formula"] else "-",
             ]
             for one in found
         ],
     )
     print("\nbeside: parameters beside backbone and tables; retrieved: numbers a token; FLOPs a token, forward")
-    print("counted: relative FLOPs of a small model of the same kind, by torch's counter; differ: from its formula")
+    print("counted: by torch's counter in a small model of the same kind, against the formula for the added FLOPs")
     return 0
 
 

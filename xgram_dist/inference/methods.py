@@ -90,7 +90,8 @@ class Mort(nn.Module):
         best, index = chance_BTM.topk(self.top, -1)
         weights_BTM = torch.zeros_like(chance_BTM).scatter(-1, index, best / best.sum(-1, keepdim=True))
         rows = [F.embedding(at.slots, values[name]) for name in self.tables]
-        mix = torch.stack([weights_BTM[..., m : m + 1] * row for m, row in enumerate(rows)]).sum(0)
+        parts = [weights_BTM[..., m : m + 1] * row for m, row in enumerate(rows)]
+        mix = sum(parts[1:], parts[0])
         return (self.depth * self.scale * F.normalize(mix, dim=-1)).to(normed_BTD.dtype)
 
 

@@ -31,12 +31,13 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Twin:
-    formula_relative: float
-    counted_relative: float
+    formula: int
+    """FLOPs a token that the method adds, in the small model."""
+    counted: float
 
     @property
     def difference(self) -> float:
-        return self.counted_relative / self.formula_relative - 1
+        return self.counted / self.formula - 1 if self.formula else 0.0
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "difference": self.difference}
@@ -61,17 +62,14 @@ def twin_of(config: Config, method: str) -> Config:
 
 def count_twin(config: Config) -> Twin:
     twin, vanilla = twin_of(config, config.memory.method), twin_of(config, "vanilla")
-    length = twin.model.sequence_length
-    backbone = _counted(vanilla) / length
-    added = _counted(twin) / length - backbone + _retrieval(twin)
-    budget = plan_budget(twin)
-    return Twin(budget.relative_flops, 1 + added / budget.backbone_flops_per_token)
+    added = (_counted(twin) - _counted(vanilla)) / twin.model.sequence_length
+    return Twin(plan_budget(twin).extra_flops_per_token, added + _retrieval(twin))
 
 
 def _retrieval(config: Config) -> int:
-    """At the owner of the rows, before the network: the sum of a token's weighted rows."""
-    retrieved = 1 + config.memory.routing.copies if config.memory.compression < 1 else 0
-    return 2 * retrieved * sum(table.width for table in plan_tables(config))
+    """At the owner of the rows, before the network: where tokens are hashed, the sum of K weighed rows."""
+    rows = 1 + config.memory.routing.copies
+    return (2 * rows - 1) * sum(table.width for table in plan_tables(config)) if config.memory.compression < 1 else 0
 
 
 @torch.no_grad()

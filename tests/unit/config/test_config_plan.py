@@ -101,7 +101,7 @@ def test_stem_saves_its_up_projections_and_the_side_networks_become_tables(size:
     )
     replaced = len(range(1, layers, 3))
     assert stem.table_parameters == replaced * VOCABULARY * ffn
-    assert stem.extra_flops_per_token == replaced * (2 * ffn - 2 * width * ffn)
+    assert stem.extra_flops_per_token == -2 * replaced * width * ffn
     assert mole.table_parameters == scone.table_parameters == 0
     assert mole.activation_width == layers * 2 * width
     assert mole.extractor_parameters == layers * (2 * 3 * width * width + 2 * width + width)
