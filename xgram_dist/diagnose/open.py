@@ -104,7 +104,7 @@ def _keys(saved: SavedWeights, end_of_text: int) -> dict[str, Any]:
     """What a method that looks up n-grams has saved of them; nothing of the others."""
     if saved.facts.get("keys") is None:
         return {}
-    return {"keys": Checkpoint.find(saved.folder).keys(), "end_of_text": end_of_text}  # type: ignore[attr-defined]
+    return {"keys": Checkpoint.find(saved.folder).keys(), "end_of_text": end_of_text}
 
 
 def _alone(config: Config, precision: str | None) -> Config:
