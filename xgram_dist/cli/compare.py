@@ -92,13 +92,13 @@ def _write(args: argparse.Namespace, plan: "Plan", state: "State", *, quiet: boo
     from xgram_dist.compare.results import as_json, read_results
     from xgram_dist.compare.table import HEADER, markdown, rows_of
     from xgram_dist.progress import table
-    from xgram_dist.report.page import write_page
+    from xgram_dist.whole_file import write_whole
 
     results = read_results(plan, state)
     tree = json.dumps(as_json(results), indent=1)
-    write_page(compare_page(plan, results, state.out), state.out / "compare.html")
-    write_page(markdown(results, title_of(results)), state.out / "compare.md")
-    write_page(tree + "\n", state.out / "results.json")
+    write_whole(state.out / "compare.html", compare_page(plan, results, state.out))
+    write_whole(state.out / "compare.md", markdown(results, title_of(results)))
+    write_whole(state.out / "results.json", tree + "\n")
     if quiet:
         return
     if args.json:

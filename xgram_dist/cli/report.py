@@ -29,10 +29,10 @@ def run(args: argparse.Namespace) -> int:
     if args.picture:
         draw_losses(runs, Path(args.picture))
     if args.html:
-        from xgram_dist.report.page import write_page
         from xgram_dist.report.run_page import run_page
+        from xgram_dist.whole_file import write_whole
 
-        write_page(run_page(runs), Path(args.html))
+        write_whole(Path(args.html), run_page(runs))
     if args.json:
         print(json.dumps(figures, indent=2))
         return 0

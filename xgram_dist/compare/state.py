@@ -16,6 +16,7 @@ from xgram_dist.compare.plan import Plan, PlannedRun
 from xgram_dist.config import Config, dump_config, load_config
 from xgram_dist.errors import UserError
 from xgram_dist.report.runs import Run, read_run
+from xgram_dist.whole_file import write_whole
 
 FILE = "compare.json"
 
@@ -59,7 +60,7 @@ class State:
     def recipe(self, run: PlannedRun) -> Path:
         """Its resolved recipe, written."""
         file = self.out / "recipes" / f"{run.key}.yaml"
-        self._write_text(file, dump_config(run.config))
+        write_whole(file, dump_config(run.config))
         return file
 
     def log(self, run: PlannedRun) -> Path:
@@ -88,16 +89,7 @@ class State:
                 )
 
     def _write(self) -> None:
-        self._write_text(self.out / FILE, json.dumps(self._tree, indent=1) + "\n")
-
-    def _write_text(self, file: Path, text: str) -> None:
-        try:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            aside = file.with_name(f".{file.name}.part")
-            aside.write_text(text, encoding="utf-8")
-            aside.rename(file)
-        except OSError as error:
-            raise UserError(f"cannot write '{file}': {error.strerror}; choose another place with --out") from None
+        write_whole(self.out / FILE, json.dumps(self._tree, indent=1) + "\n")
 
 
 def _difference(held: Config, planned: Config) -> str | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 from xgram_dist.errors import UserError
 from xgram_dist.eval.suite import COLUMNS, PAPER, paper_rows
+from xgram_dist.whole_file import write_whole
 
 FOLDER = "eval"
 BOOTSTRAP = 1000
@@ -102,13 +103,7 @@ class Evaluated:
             "scores": self.scores,
         }
         text = json.dumps({**self.results, "xgram_dist": ours}, indent=1, default=handle_non_serializable)
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            aside = path.with_name(f".{path.name}.part")
-            aside.write_text(text, encoding="utf-8")
-            aside.rename(path)
-        except OSError as error:
-            raise UserError(f"cannot write '{path}': {error.strerror}; choose another place with --out") from error
+        write_whole(path, text)
 
     @staticmethod
     def read(path: Path) -> "Evaluated":

@@ -3,7 +3,6 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from xgram_dist.errors import UserError
 from xgram_dist.report.markup import Child, Markup, tag
 
 HERE = Path(__file__).parent
@@ -66,13 +65,3 @@ def bar(share: float, colour: int = 0) -> Markup:
 
 def note(sentence: Child) -> Markup:
     return tag("p", sentence, class_="note")
-
-
-def write_page(text: str, file: Path) -> None:
-    try:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        aside = file.with_name(f".{file.name}.part")
-        aside.write_text(text, encoding="utf-8")
-        aside.rename(file)
-    except OSError as error:
-        raise UserError(f"cannot write '{file}': {error.strerror}; choose another place") from None
