@@ -1,4 +1,5 @@
-"""The backbone's AdamW: matrices decay; vectors and scalars (norms, biases, injection gains) do not.
+"""The backbone's AdamW: matrices decay; vectors and scalars (norms, biases, injection gains) do not, and those that
+open a method's tables learn at the tables' rate.
 
 Its state exists from the start, so that a checkpoint can be written into it before the first step.
 """
@@ -10,17 +11,21 @@ from torch import Tensor
 
 from xgram_dist.config import Config
 from xgram_dist.engine.protocol import Kind
+from xgram_dist.optim.schedule import opening_multiplier
 
 MOMENTS: dict[str, Kind] = {"exp_avg": "first_moment", "exp_avg_sq": "second_moment"}
+MULTIPLIER = "multiplier"
+"""Of a group: its learning rate over the backbone's."""
 
 
-def build_adamw(config: Config, tensors: Iterable[Tensor]) -> torch.optim.AdamW:
-    optimizer, given = config.optimizer, list(tensors)
-    groups = [
-        {"params": [t for t in given if t.dim() >= 2], "weight_decay": optimizer.weight_decay},
-        {"params": [t for t in given if t.dim() < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, fused=True)
+def build_adamw(config: Config, named: Iterable[tuple[str, Tensor]]) -> torch.optim.AdamW:
+    optimizer = config.optimizer
+    groups: dict[tuple[float, float], list[Tensor]] = {}
+    for name, tensor in named:
+        decay = optimizer.weight_decay if tensor.dim() >= 2 else 0.0
+        groups.setdefault((decay, opening_multiplier(config, name)), []).append(tensor)
+    given = [{"params": held, "weight_decay": decay, MULTIPLIER: times} for (decay, times), held in groups.items()]
+    return torch.optim.AdamW(given, lr=optimizer.learning_rate, betas=optimizer.betas, eps=optimizer.eps, fused=True)
 
 
 def create_state(adamw: torch.optim.AdamW, tensors: Iterable[Tensor]) -> None:
@@ -37,4 +42,4 @@ def set_step(adamw: torch.optim.AdamW, count: int) -> None:
 
 def set_rate(adamw: torch.optim.AdamW, rate: float) -> None:
     for group in adamw.param_groups:
-        group["lr"] = rate
+        group["lr"] = rate * group[MULTIPLIER]

@@ -43,7 +43,7 @@ class DeepSpeedEngine(BaseEngine):
         buffers = {name: buffer.dtype for name, buffer in model.named_buffers()}
         # DeepSpeed makes its master weights from the bf16 ones.
         initial = {n: p.detach().clone() for n, p in named.items()} if config.train.precision == "bf16" else {}
-        self.adamw = build_adamw(config, named.values())
+        self.adamw = build_adamw(config, named.items())
         self.engine, *_ = deepspeed.initialize(
             model=model,
             optimizer=self.adamw,

@@ -29,9 +29,9 @@ class LocalEngine(BaseEngine):
         super().__init__(config, model, mesh, device, shard)
         self.parts = parts
         self.named = dict(model.named_parameters())
-        held = [part.tensor for part in parts.values() if part.tensor.numel()]
-        self.adamw = build_adamw(config, held)
-        create_state(self.adamw, held)
+        held = {name: part.tensor for name, part in parts.items() if part.tensor.numel()}
+        self.adamw = build_adamw(config, held.items())
+        create_state(self.adamw, held.values())
 
     def _gradient(self, parameter: nn.Parameter) -> Tensor | None:
         return parameter.grad

@@ -29,9 +29,8 @@ def initialise(model: Transformer, config: Config) -> None:
             else:
                 assert leaf == "gate_bias", name
                 value.fill_(1.0)
-        elif leaf == "kernel":  # engram's convolution
-            value.zero_()[0] = 1.0
-        elif leaf.startswith("scale"):  # retoken's and mort's: nothing is injected at first
+        elif leaf == "kernel" or leaf.startswith("scale"):
+            # Engram's convolution: its branch starts as the identity, y itself. Retoken's and MoRT's: nothing at first.
             value.zero_()
         elif leaf == "router_bias":
             value.fill_(-2.0)

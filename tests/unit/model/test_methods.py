@@ -205,7 +205,7 @@ def test_what_starts_at_nothing_and_what_does_not(method):
     if method == "mort":
         assert made.blocks[0].sites["block"].router_bias[0].item() == -2.0
     if method == "engram":
-        assert made.blocks[0].sites["ngram"].kernel[:, 0].tolist() == [1.0, 0.0, 0.0]
+        assert made.blocks[0].sites["ngram"].kernel[:, 0].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_stem_has_no_up_projection_where_rows_stand_for_it():

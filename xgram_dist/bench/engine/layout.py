@@ -127,7 +127,7 @@ class PaperLayout:
             of_tables["rows"] += tables.rows
             of_tables["gates"] += tables.gates
         self.table_bytes = 4 * sum(p.numel() for held in of_tables.values() for p in held)
-        self.adamw = build_adamw(config, self.model.backbone.parameters())
+        self.adamw = build_adamw(config, self.model.backbone.named_parameters())
         self.adamw.add_param_group({"params": of_tables["rows"], "weight_decay": config.optimizer.weight_decay})
         self.adamw.add_param_group({"params": of_tables["gates"], "weight_decay": 0.0})
         self.multiplier = table_multipliers(config, num_rows(config))[1]

@@ -53,7 +53,7 @@ class BareDeepSpeed:
         settings |= {"gradient_clipping": config.optimizer.clip_norm, "gradient_allreduce_op": "mean"}
         model = build_model(config, CPU)
         self.config, self.arguments = config, _no_tables(config)
-        self.adamw = build_adamw(config, model.parameters())
+        self.adamw = build_adamw(config, model.named_parameters())
         self.engine, *_ = import_deepspeed(CPU).initialize(
             model=model, optimizer=self.adamw, config=settings, dist_init_required=False
         )
@@ -79,7 +79,7 @@ class BareFsdp:
         self.model = build_model(config, CPU)
         shard_backbone(self.model)
         fully_shard(self.model, reshard_after_forward=False)
-        self.adamw = build_adamw(config, self.model.parameters())
+        self.adamw = build_adamw(config, self.model.named_parameters())
 
     def step(self, number: int, tokens_ABT: Tensor, next_ABT: Tensor) -> Tensor:
         for group in self.adamw.param_groups:

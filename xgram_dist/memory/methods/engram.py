@@ -2,7 +2,7 @@
 
     retrieve   e = rows of all orders and hash heads of this layer, side by side       keys: memory/ngrams/
     extract    gate = sigmoid(signed root of <RMSNorm(W_k e), RMSNorm(h)> / sqrt(D)),  y = gate * W_v e
-    inject     h <- h + y + SiLU(conv(RMSNorm(y))), before the block; conv causal and depthwise, identity at first
+    inject     h <- h + y + SiLU(conv(RMSNorm(y))), before the block; conv causal and depthwise, 0 at first
 
 Every rank of a tensor axis has the hidden state, the rows and the matrices whole, and computes the same.
 Shapes: B batch, T sequence, D width, E width of e, K keys of a position in this layer, U distinct keys, W width of a
