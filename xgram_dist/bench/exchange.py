@@ -77,11 +77,12 @@ def workload(rows: int, width: int, optimizer: str = "catch_up", **memory: Any) 
 
 
 def draw_tokens(steps: int, ranks: int, vocabulary: int, spread: int = 1) -> NDArray[np.int64]:
-    """Zipf(1.0) tokens [steps, ranks, TOKENS]; `spread` puts them that far apart."""
+    """Zipf(1.0) tokens [steps, ranks, TOKENS]; `spread` puts them about that far apart, at every remainder, so that
+    each owner has as many of them as before."""
     random = np.random.default_rng(0)
     cumulated = np.cumsum(1.0 / np.arange(1, vocabulary + 1))
     drawn = np.searchsorted(cumulated, random.random((steps, ranks, TOKENS)) * cumulated[-1])
-    return drawn.astype(np.int64) * spread
+    return drawn.astype(np.int64) * spread + drawn % spread
 
 
 def step_times(ranks: Ranks, file: str, rows: int, width: int, optimizer: str) -> dict[str, Any]:
@@ -146,9 +147,6 @@ def _lookup(working: WorkingSet) -> float:
     vectors = F.embedding(working.slots, leaf)
     loss = _HalfMeanSquare.apply(vectors, vectors.numel())  # type: ignore[no-untyped-call]
     loss.backward()
-    assert leaf.grad is not None
-    for value, gradient in zip(working.values.values(), leaf.grad.chunk(len(working.values), dim=1), strict=True):
-        value.grad = gradient
     return float(loss.detach())
 
 

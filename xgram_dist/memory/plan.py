@@ -112,7 +112,8 @@ class TokenNumbers:
 
 
 class RowNumbers:
-    """The same where a key is a row, dealt to the ranks in turn: by arithmetic, since there may be very many."""
+    """The same where a key is a row, and rows are dealt to the ranks in turn: by arithmetic, since there may be very
+    many."""
 
     def __init__(self, rows: int, ranks: int):
         self._ranks, self._share = ranks, -(-rows // ranks)
@@ -145,10 +146,9 @@ class Planner:
         self.ranks, self.rule, self._keys_of = ranks, rule, keys_of
         self.device, self.store_device = devices
         self.maps = [RowMap(routing, slab.view, placement, ranks.rank) if routing else None for slab in slabs]
-        self._local = placement.local
         self._rows = len(placement.rows_of(ranks.rank))
         self._numbers: TokenNumbers | RowNumbers
-        if keys_of is None:
+        if keys_of is None and routing is not None:
             self._numbers = TokenNumbers([owners_of_tokens(routing, s.view, placement, vocabulary) for s in slabs])
         else:
             self._numbers = RowNumbers(vocabulary, ranks.size)
@@ -221,7 +221,7 @@ class Planner:
         """The accesses of these tokens to rows owned here."""
         row_map = self.maps[slab]
         if row_map is None:
-            return make_accesses(self._local[keys_Q], None, None, self._of_rows, self.store_device)
+            return make_accesses(keys_Q // self.ranks.size, None, None, self._of_rows, self.store_device)
         start = row_map.offsets[keys_Q]
         counts = row_map.offsets[keys_Q + 1] - start
         _, entry_N = _expand(start, counts)
@@ -281,14 +281,23 @@ def make_accesses(
     )
 
 
+SORTED_FROM = 64
+"""Numbers below the limit for each value, from which sorting is faster (measured: the same at about 40)."""
+
+
 class Distinct:
-    """Distinct values of integers below a limit, ascending, and where each is among them; without sorting."""
+    """Distinct values of integers below a limit, ascending, and where each is among them; without sorting, unless the
+    limit is so high that going through all numbers below it takes longer."""
 
     def __init__(self, limit: int):
+        self._limit = limit
         self._seen = np.zeros(limit, dtype=bool)
         self._place = np.empty(limit, dtype=np.int64)
 
     def __call__(self, values: Integers) -> tuple[Integers, Integers]:
+        if values.size * SORTED_FROM < self._limit:
+            found, places = np.unique(values, return_inverse=True)
+            return found.astype(np.int64), places.reshape(values.shape)
         self._seen[values] = True
         found = np.flatnonzero(self._seen)
         self._seen[found] = False

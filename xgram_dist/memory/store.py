@@ -17,6 +17,7 @@ from xgram_dist.memory.placement import Placement
 from xgram_dist.memory.plan import SlabPlan
 from xgram_dist.memory.retrieval import RowGradient, give_back, retrieve
 from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.parallel.device import large_pages
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.ranks import Ranks
 
@@ -161,7 +162,7 @@ class Store:
 
 
 def _initial_slab(slab: Slab, owned: Tensor, config: Config, device: torch.device, part: int) -> Tensor:
-    values = torch.empty(len(owned), slab.width, device=device)
+    values = large_pages(torch.empty(len(owned), slab.width, device=device))
     for table in slab.tables:
         columns = slab.columns()[table.name]
         step = max(1, INIT_ELEMENTS // table.width)

@@ -97,8 +97,10 @@ class Tables:
         states, plans = self.store.states, working.window.slabs
         with self.ranks.phases("return"):
             flights = []
-            for state, plan in zip(states, plans, strict=True):
-                grads_UW = torch.cat([self._own_columns(table, working) for table in state.slab.tables], dim=1)
+            for state, plan, slab_UW in zip(states, plans, working.slabs, strict=True):
+                grads_UW = slab_UW.grad  # of who read all at once
+                if grads_UW is None:
+                    grads_UW = torch.cat([self._own_columns(table, working) for table in state.slab.tables], dim=1)
                 sent_PW = grads_UW if plan.key_P is None else grads_UW.index_select(0, plan.key_P)
                 flights.append(self.ranks.exchange(sent_PW.to(self.wire or sent_PW.dtype), plan.asked, plan.answered))
             for state, plan, (received_QW, handle) in zip(states, plans, flights, strict=True):

@@ -28,7 +28,8 @@ class WorkingSet:
     values: dict[str, Tensor]
     """For each table, by name, the retrieved vectors [U, width]: leaves of the autograd graph."""
     slabs: list[Tensor] = field(default_factory=list)
-    """The same memory, tables that travel together side by side [U, slab width], for who reads all at once."""
+    """The same memory, tables that travel together side by side [U, slab width], for who reads all at
+    once, and may make it a leaf then."""
 
     @property
     def slots(self) -> Tensor:

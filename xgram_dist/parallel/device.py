@@ -1,5 +1,6 @@
 """The few lines that differ between devices."""
 
+import contextlib
 import ctypes
 import os
 import time
@@ -12,6 +13,7 @@ from torch import Tensor
 from xgram_dist.errors import UserError
 
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_MADV_HUGEPAGE, _LARGE_PAGE = 14, 1 << 21  # sys/mman.h
 
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
 """By what a device's name holds."""
@@ -54,6 +56,21 @@ def keep_host_memory() -> None:
         return
     mallopt(_M_MMAP_MAX, 0)
     mallopt(_M_TRIM_THRESHOLD, -1)
+
+
+def large_pages(tensor: Tensor) -> Tensor:
+    """Ask the system to back a tensor in host memory, not yet written to, with large pages.
+
+    Rows that are read lie far apart: with small pages each costs walks through page tables that no cache holds. Where
+    the system has no large pages, or the tensor is on another device or small, nothing is changed.
+    """
+    start = -(-tensor.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
+    size = tensor.data_ptr() + tensor.nbytes - start
+    if tensor.device.type == "cpu" and size >= _LARGE_PAGE:
+        with contextlib.suppress(OSError, AttributeError):
+            madvise = ctypes.CDLL("libc.so.6").madvise
+            madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
+    return tensor
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

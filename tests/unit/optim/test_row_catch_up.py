@@ -11,6 +11,7 @@ from torch import Tensor
 from xgram_dist.errors import UserError
 from xgram_dist.optim.rows.catch_up import CatchUpAdamW
 from xgram_dist.optim.rows.curve import fit
+from xgram_dist.parallel.device import large_pages
 
 BETAS, EPS = (0.9, 0.95), 1e-8
 
@@ -303,3 +304,11 @@ def test_any_sequence_of_operations_gives_the_dense_values(
             optimizer.load_state(state)
     optimizer.settle_all()
     assert_same(optimizer, reference)
+
+
+def test_tables_in_large_pages_start_at_zero_and_small_ones_are_left_alone():
+    large = large_pages(torch.empty(3, 1 << 20))
+    assert torch.equal(large.zero_(), torch.zeros(3, 1 << 20))
+    small = torch.arange(5.0)
+    assert large_pages(small) is small
+    assert small.tolist() == [0.0, 1.0, 2.0, 3.0, 4.0]

@@ -6,7 +6,9 @@ import torch
 from torch import Tensor
 
 from xgram_dist.optim.rows.blocks import Blocks, row_rates
+from xgram_dist.optim.rows.compiled import any_count, compiled_pass, other_name
 from xgram_dist.optim.rows.protocol import RowState
+from xgram_dist.parallel.device import large_pages
 
 
 @dataclass(frozen=True)
@@ -23,7 +25,7 @@ class Moments:
     AdamW optimizers of rows, so that one can go on where another stopped."""
 
     def __init__(self, values: Tensor):
-        self.first, self.second = torch.zeros_like(values), torch.zeros_like(values)
+        self.first, self.second = (large_pages(torch.empty_like(values)).zero_() for _ in range(2))
         # As the fused kernel wants it; exact up to 2^24 steps.
         self.step = torch.zeros((), dtype=torch.float32, device=values.device)
 
@@ -71,7 +73,7 @@ class GatheredAdamW:
         self.moments = Moments(values)
         self._blocks = Blocks(values)
         self._without_decay = AdamW(adamw.betas, adamw.eps, 0.0)
-        self._step_rows_ = torch.compile(_step_rows_, dynamic=True, fullgraph=True) if compiled else None
+        self._step_rows_ = compiled_pass(_step_rows_) if compiled else None
 
     def nbytes(self) -> int:
         return self.moments.nbytes()
@@ -104,14 +106,17 @@ class GatheredAdamW:
         moments.step.add_(1)
         alike = not 0 < self.cut < self.values.shape[0]
         if self._step_rows_ is not None and values_RW is not None and shrink is not None:
-            tensors = self.values, moments.first, moments.second, rows_R, values_RW, gradient_RW
+            written = self.values, other_name(moments.first), other_name(moments.second)
+            tensors = *written, moments.first, moments.second, rows_R, values_RW, gradient_RW
             # Numbers that are the same for a whole row are made here: in the pass they would be made for each element.
             speed_R1 = row_rates(rows_R, self.cut, rates, self.values.dtype)
             keep_R1 = 1 - self.adamw.weight_decay * speed_R1
             bias1, root2 = (1 - beta ** moments.step.double() for beta in self.adamw.betas)
             root2 = root2.sqrt()
             floor_R1 = torch.full_like(speed_R1, self.adamw.eps) * root2
-            self._step_rows_(*tensors, *shrink, keep_R1, speed_R1 * (root2 / bias1), floor_R1, self.adamw.betas)
+            numbers = *shrink, keep_R1, (speed_R1 * (root2 / bias1)).to(speed_R1.dtype), floor_R1
+            any_count(rows_R, values_RW, gradient_RW, *numbers)
+            self._step_rows_(*tensors, *numbers, self.adamw.betas)
             return
         rate_R1 = None if alike else row_rates(rows_R, self.cut, rates, self.values.dtype)
         for part in self._blocks.parts(rows_R):
@@ -141,7 +146,9 @@ class GatheredAdamW:
 
 
 def _step_rows_(
-    values_SW: Tensor,
+    written_values_SW: Tensor,
+    written_first_SW: Tensor,
+    written_second_SW: Tensor,
     first_SW: Tensor,
     second_SW: Tensor,
     rows_R: Tensor,
@@ -159,6 +166,6 @@ def _step_rows_(
     first_RW = beta1 * shrink_first_R1 * first_SW[rows_R] + (1 - beta1) * gradient_RW
     second_RW = beta2 * shrink_second_R1 * second_SW[rows_R] + (1 - beta2) * gradient_RW * gradient_RW
     moved_RW = keep_R1 * values_RW - move_R1 * (first_RW / (second_RW.sqrt() + floor_R1))
-    values_SW.index_copy_(0, rows_R, moved_RW)
-    first_SW.index_copy_(0, rows_R, first_RW)
-    second_SW.index_copy_(0, rows_R, second_RW)
+    written_values_SW.index_copy_(0, rows_R, moved_RW)
+    written_first_SW.index_copy_(0, rows_R, first_RW)
+    written_second_SW.index_copy_(0, rows_R, second_RW)

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.optim.rows.adamw import AdamW, GatheredAdamW
+from xgram_dist.optim.rows.compiled import any_count, compiled_pass
 from xgram_dist.optim.rows.missed import Missed, MissedSteps
 from xgram_dist.optim.rows.protocol import RowState
 
@@ -44,7 +45,7 @@ class CatchUpAdamW(GatheredAdamW):
         # A device other than a CPU would have to wait for the number of stale rows; it goes through them all.
         self._smallest = _smallest(eps, values.dtype)
         self._opened: tuple[Tensor, Tensor] | None = None
-        self._compiled = torch.compile(_caught_up, dynamic=True, fullgraph=True) if compiled else None
+        self._compiled = compiled_pass(_caught_up) if compiled else None
         self._skips = values.device.type == "cpu"
 
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
@@ -58,6 +59,7 @@ class CatchUpAdamW(GatheredAdamW):
         first, second = self.moments.first, self.moments.second
         constants = self.adamw.eps**0.5, self._smallest
         if self._compiled is not None:
+            any_count(rows_R, missed.coefficients_RN, missed.floor_R1, missed.shift_R1, missed.decay_R1)
             values_RW: Tensor = self._compiled(self.values, first, second, rows_R, missed, *constants)
         else:
             values_RW = self.values.index_select(0, rows_R)

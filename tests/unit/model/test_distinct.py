@@ -1,0 +1,30 @@
+"""If these fail, a step fetches tokens twice or mixes up whose rows it got."""
+
+import numpy as np
+import pytest
+
+from xgram_dist.memory.plan import SORTED_FROM, Distinct, RowNumbers
+
+
+@pytest.mark.parametrize("limit", [1, 7, 40, 40 * SORTED_FROM, 1000 * SORTED_FROM])
+@pytest.mark.parametrize("dtype", [np.int32, np.int64])
+def test_distinct_values_and_places_are_those_of_a_sort_whatever_the_limit(limit, dtype):
+    distinct, random = Distinct(limit), np.random.default_rng(limit)
+    for shape in ((3, 13), (1,), (40,)):  # the same object serves step after step
+        values = random.integers(0, limit, shape).astype(dtype)
+        found, places = distinct(values)
+        assert found.dtype == np.int64
+        assert found.tolist() == sorted(set(values.ravel().tolist()))
+        assert np.array_equal(found[places], values)
+        assert distinct.count(values) == len(found)
+
+
+@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (10, 3), (12, 4), (5, 8)])
+def test_numbers_of_rows_ascend_by_owner_and_lead_back_to_the_row(rows, ranks):
+    numbers, keys = RowNumbers(rows, ranks), np.arange(rows)
+    made = numbers.of(keys)
+    assert np.array_equal(numbers.keys(made), keys)
+    assert len(set(made.tolist())) == rows
+    assert made.max() < numbers.limit
+    owners = np.sort(made) // -(-rows // ranks)
+    assert np.array_equal(owners, np.sort(keys % ranks))
