@@ -100,7 +100,7 @@ def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
         rate = learning_rate(settings, step)
         with torch.no_grad():
             for name, parameter in twin.named_parameters():
-                opens = case in ("retoken", "mort") and ".scale" in name  # at the tables' rate
+                opens = rule.scales == "tables" and ".scale" in name
                 adams[name].step(parameter.grad * factor, rate * (body if opens else 1.0))
                 parameter.grad = None
             for state, rows, gates in zip(twin_tables.store.states, row_adams, gate_adams, strict=True):

@@ -27,6 +27,8 @@ READ_BY = {
 """Keys of `memory`, and the methods that read them; vanilla reads none, and takes a recipe as it stands."""
 MOST_ROWS = 2**31 - 2**20
 SEQUENCE_PARALLEL = ("vanilla", "xgram", "ple")
+OPENED = ("retoken", "mort")
+"""Methods whose tables are behind a learned scale that starts at 0."""
 
 
 def check_method(config: Config) -> None:
@@ -44,6 +46,11 @@ def check_method(config: Config) -> None:
         )
     if memory.learning_rate.vip_multiplier is not None and memory.method != "xgram":
         raise UserError(f"memory.learning_rate.vip_multiplier: memory.method = {memory.method} has no VIP rows")
+    if memory.learning_rate.scales != "backbone" and memory.method not in (*OPENED, "vanilla"):
+        raise UserError(
+            f"memory.learning_rate.scales is of memory.method = {' or '.join(OPENED)}, but the recipe has "
+            f"{memory.method}; take it out or change the method"
+        )
     if config.parallel.sequence_parallel and memory.method not in SEQUENCE_PARALLEL:
         raise UserError(
             f"parallel.sequence_parallel is not offered with memory.method = {memory.method}; take it out, "

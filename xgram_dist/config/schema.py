@@ -196,6 +196,8 @@ class TableLearningRate(Section):
     """Largest multiplier of VIP rows."""
     warmup: bool = True
     """Ramp the multiplier over the warm-up steps."""
+    scales: Literal["backbone", "tables"] = "backbone"
+    """Whose rate those vectors have that start at 0 and let a method's tables in: Retoken's a_m, MoRT's s."""
 
 
 class MemoryConfig(Section):

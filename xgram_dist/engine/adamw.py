@@ -1,5 +1,5 @@
-"""The backbone's AdamW: matrices decay; vectors and scalars (norms, biases, injection gains) do not, and those that
-open a method's tables learn at the tables' rate.
+"""The backbone's AdamW: matrices decay; vectors and scalars (norms, biases, injection gains) do not. Those that
+let a method's tables in may learn at the tables' rate.
 
 Its state exists from the start, so that a checkpoint can be written into it before the first step.
 """

@@ -8,9 +8,6 @@ import math
 from xgram_dist.config import Config
 from xgram_dist.config.schema import TableLearningRate
 
-OPENED = ("retoken", "mort")
-"""Methods whose tables are behind a learned `scale` that starts at 0."""
-
 
 def warmup_steps(config: Config) -> int:
     return round(config.optimizer.warmup_share * config.train.steps)
@@ -46,10 +43,8 @@ def table_multipliers(config: Config, num_rows: int) -> tuple[float, float]:
 
 
 def opening_multiplier(config: Config, name: str) -> float:
-    """How much larger than the backbone's the learning rate of the backbone's parameter `name` is. The vectors that
-    start at 0 and let a method's tables in (Retoken's a_m, MoRT's s) learn as fast as these: at the backbone's rate
-    they hardly leave 0 while the tables behind them turn (docs/design.md)."""
-    if config.memory.method in OPENED and name.rsplit(".", 1)[-1].startswith("scale"):
+    """How much larger than the backbone's the learning rate of the backbone's parameter `name` is."""
+    if config.memory.learning_rate.scales == "tables" and name.rsplit(".", 1)[-1].startswith("scale"):
         return table_multipliers(config, config.model.vocabulary)[1]
     return 1.0
 

@@ -260,6 +260,10 @@ def test_a_recipe_is_refused_the_same_from_a_file(tmp_path: Path) -> None:
             {"method": "retoken", "compression": 1.0, "learning_rate": {"vip_multiplier": 2.0}},
             ["memory.learning_rate.vip_multiplier", "retoken", "no VIP rows"],
         ),
+        (
+            {"method": "engram", "compression": 1.0, "learning_rate": {"scales": "tables"}},
+            ["memory.learning_rate.scales", "retoken or mort", "engram"],
+        ),
     ],
 )
 def test_what_a_method_does_not_read_is_refused_by_name(memory: dict[str, Any], parts: list[str]) -> None:

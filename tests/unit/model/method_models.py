@@ -11,7 +11,12 @@ from xgram_dist.train.build import build_lookup
 
 MEMORY = {
     "ple": {"method": "ple", "compression": 1.0, "sites": {"h": {"views": 2}, "v": {"views": 1}}},
-    "retoken": {"method": "retoken", "compression": 1.0, "retoken": {"views": 2}},
+    "retoken": {
+        "method": "retoken",
+        "compression": 1.0,
+        "retoken": {"views": 2},
+        "learning_rate": {"scales": "tables"},
+    },
     "mort": {"method": "mort", "compression": 1.0, "mort": {"views": 3, "top": 2, "balance": 0.05}},
     "stem": {"method": "stem", "compression": 1.0, "stem": {"layers": [1]}},
     "engram": {

@@ -9,8 +9,9 @@ import tiny_models as tiny
 from xgram_dist.engine.adamw import build_adamw, set_rate
 
 
-def rates_and_decays(method: str) -> dict[str, tuple[float, float]]:
-    settings = methods.config(method)
+def rates_and_decays(method: str, scales: str = "backbone") -> dict[str, tuple[float, float]]:
+    rule = {"memory": {"learning_rate": {"scales": scales}}}
+    settings = methods.config(method, **rule)
     made = tiny.model(settings)
     adamw = build_adamw(settings, made.named_parameters())
     set_rate(adamw, 1e-3)
@@ -19,18 +20,18 @@ def rates_and_decays(method: str) -> dict[str, tuple[float, float]]:
 
 
 @pytest.mark.parametrize("method", ["retoken", "mort"])
-def test_what_lets_the_tables_in_learns_at_their_rate(method):
+def test_what_lets_the_tables_in_may_learn_at_their_rate(method):
     settings = methods.config(method)
     tables = 1e-3 * math.sqrt(settings.model.vocabulary / settings.model.width)
-    found = rates_and_decays(method)
+    found = rates_and_decays(method, "tables")
     opening = {name for name in found if ".scale" in name}
     assert opening
     assert all(found[name] == (pytest.approx(tables), 0.0) for name in opening)
     assert all(rate == 1e-3 for name, (rate, _) in found.items() if name not in opening)
 
 
-@pytest.mark.parametrize("method", ["engram", "mole", "scone", "stem"])
-def test_every_other_parameter_learns_at_one_rate_and_only_matrices_decay(method):
+@pytest.mark.parametrize("method", ["retoken", "mort", "engram", "mole", "scone", "stem"])
+def test_otherwise_all_parameters_learn_at_one_rate_and_only_matrices_decay(method):
     made = dict(tiny.model(methods.config(method)).named_parameters())
     for name, (rate, decay) in rates_and_decays(method).items():
         assert rate == 1e-3
