@@ -34,9 +34,9 @@ def run(ranks, parallel, method):
     import tiny_models as tiny
 
     from xgram_dist.engine import build_engine
+    from xgram_dist.model.build import build_lookup
     from xgram_dist.optim.update import Optimizer
     from xgram_dist.parallel.mesh import build_mesh
-    from xgram_dist.train.build import build_lookup
     from xgram_dist.train.step import train_step
 
     config = settings_of(parallel, method)

@@ -174,9 +174,9 @@ def measure_case(world, overrides):
     """Bytes held while micro-batches add up, those of the working set, and bytes moved in a later step."""
     from xgram_dist.engine import build_engine
     from xgram_dist.memory.tables import Tables
+    from xgram_dist.model.build import build_model
     from xgram_dist.optim.update import Optimizer
     from xgram_dist.parallel.mesh import build_mesh
-    from xgram_dist.train.build import build_model
     from xgram_dist.train.exchange import exchange_figures
 
     config = config_of(overrides, world.size)

@@ -35,9 +35,9 @@ def train(ranks, memory, dtype=torch.float64, steps=STEPS):
 
     from xgram_dist.engine import build_engine
     from xgram_dist.memory.tables import store_of
+    from xgram_dist.model.build import build_lookup
     from xgram_dist.optim.update import Optimizer
     from xgram_dist.parallel.mesh import single_mesh
-    from xgram_dist.train.build import build_lookup
     from xgram_dist.train.step import train_step
 
     settings = tiny.config(memory=memory)

@@ -33,12 +33,12 @@ from xgram_dist.engine import build_engine
 from xgram_dist.engine.protocol import Piece
 from xgram_dist.memory.initial import initial_rows
 from xgram_dist.memory.tables import Tables
+from xgram_dist.model.build import build_model
 from xgram_dist.optim.tables import TableOptimizer
 from xgram_dist.parallel.device import peak_memory
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.parallel.ranks import Ranks
 from xgram_dist.progress import Progress
-from xgram_dist.train.build import build_model
 
 BLOCK_BYTES = 8 << 20
 CPU = torch.device("cpu")

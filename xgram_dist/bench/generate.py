@@ -26,12 +26,12 @@ from xgram_dist.inference.decoder import Cache
 from xgram_dist.inference.open import Checkpoint, Model
 from xgram_dist.memory.layout import num_views, routing_settings
 from xgram_dist.memory.routing.build import build_routing
+from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.device import choose_device, synchronize
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.parallel.ranks import Ranks
 from xgram_dist.progress import Progress
-from xgram_dist.train.build import build_lookup, build_model
 
 PROMPT = 64
 

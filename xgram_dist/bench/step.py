@@ -18,11 +18,11 @@ from xgram_dist.config import Config, build_config
 from xgram_dist.engine import build_engine
 from xgram_dist.memory.layout import num_views, routing_settings
 from xgram_dist.memory.routing.build import build_routing
+from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.device import choose_device, synchronize
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.progress import Progress
-from xgram_dist.train.build import build_lookup, build_model
 from xgram_dist.train.step import train_step
 
 BATCH, LENGTH = 4, 512

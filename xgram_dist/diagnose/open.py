@@ -20,11 +20,11 @@ from xgram_dist.inference.open import Checkpoint
 from xgram_dist.memory.store import Store
 from xgram_dist.memory.tables import store_of
 from xgram_dist.memory.working_set import Lookup, WorkingSet
+from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.optim.schedule import warmup_factor
 from xgram_dist.parallel.mesh import Mesh, single_mesh
 from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.train.build import build_lookup, build_model
 
 PIECE_ELEMENTS = 1 << 22
 """Of a table, read at a time."""

@@ -19,10 +19,10 @@ from xgram_dist.errors import UserError
 from xgram_dist.memory.ngrams.folding import Folding
 from xgram_dist.memory.ngrams.frequent import Grams, count_grams
 from xgram_dist.memory.ngrams.hashing import plan_ngram_hash
+from xgram_dist.model.build import Keys
 from xgram_dist.parallel.ranks import Ranks
 
 FILE = "keys.npz"
-Keys = Folding | Grams
 
 
 def resolve_keys(config: Config, data: PreparedData, ranks: Ranks) -> tuple[Keys | None, str | None]:

@@ -28,6 +28,7 @@ from xgram_dist.data.loader import Loader, validation_batches
 from xgram_dist.engine import build_engine
 from xgram_dist.errors import UserError
 from xgram_dist.memory.tables import store_of
+from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.optim.schedule import learning_rate, warmup_factor
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.device import choose_device, make_deterministic, synchronize
@@ -36,7 +37,6 @@ from xgram_dist.parallel.ranks import Ranks
 from xgram_dist.progress import table
 from xgram_dist.train.agree import check_agreement
 from xgram_dist.train.ahead import Planned, PlannedSteps
-from xgram_dist.train.build import build_lookup, build_model
 from xgram_dist.train.diagnosis import build_diagnosis
 from xgram_dist.train.evaluation import build_evaluation
 from xgram_dist.train.exchange import exchange_figures

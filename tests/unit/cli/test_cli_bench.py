@@ -14,7 +14,7 @@ from xgram_dist.memory.layout import num_views, routing_settings
 from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.memory.routing.views import View
 from xgram_dist.memory.tables import Tables
-from xgram_dist.train.build import build_model
+from xgram_dist.model.build import build_model
 
 
 @pytest.mark.parametrize(

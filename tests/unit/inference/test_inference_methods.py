@@ -58,7 +58,7 @@ def tokens_of(model: Model, *shape: int) -> torch.Tensor:
 
 @torch.no_grad()
 def training_logits(trainer: Trainer, tokens_BT: torch.Tensor) -> torch.Tensor:
-    from xgram_dist.train.build import build_lookup
+    from xgram_dist.model.build import build_lookup
 
     network, lookup = trainer.engine.model, trainer.lookup  # type: ignore[attr-defined]
     if hasattr(lookup, "planner"):

@@ -7,7 +7,7 @@ import torch
 
 from xgram_dist.config import build_config
 from xgram_dist.memory.ngrams.frequent import count_grams
-from xgram_dist.train.build import build_lookup
+from xgram_dist.model.build import build_lookup
 
 MEMORY = {
     "ple": {"method": "ple", "compression": 1.0, "sites": {"h": {"views": 2}, "v": {"views": 1}}},

@@ -33,9 +33,9 @@ from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.loader import validation_batches
 from xgram_dist.errors import UserError
 from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.model.build import build_model
 from xgram_dist.plan.budget import plan_budget
 from xgram_dist.train import loop
-from xgram_dist.train.build import build_model
 from xgram_dist.train.loop import Trainer
 from xgram_dist.train.step import train_step
 

@@ -37,9 +37,9 @@ from xgram_dist.memory.routing.frequencies import load_frequencies
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.routing.views import View
 from xgram_dist.memory.touched import expected_touched_share
+from xgram_dist.model.build import build_model
 from xgram_dist.optim.schedule import learning_rate, table_multipliers, warmup_factor
 from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.train.build import build_model
 
 ACCUMULATION = 8
 SITES: dict[int, dict[str, Any]] = {1: {"v": {"views": 2, "kernels": [3, 5]}}}

@@ -26,9 +26,9 @@ from xgram_dist.config import Config, build_config
 from xgram_dist.engine.adamw import build_adamw
 from xgram_dist.engine.deepspeed import import_deepspeed
 from xgram_dist.engine.deepspeed_config import deepspeed_config
+from xgram_dist.model.build import build_model
 from xgram_dist.optim.schedule import learning_rate
 from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.train.build import build_model
 
 
 def vanilla_config(parallel: dict[str, Any], ranks: int) -> Config:

@@ -26,11 +26,11 @@ from xgram_dist.config import Config
 from xgram_dist.engine import build_engine
 from xgram_dist.memory.plan import Window
 from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.train.build import build_lookup, build_model
 from xgram_dist.train.exchange import exchange_figures
 from xgram_dist.train.step import train_step
 

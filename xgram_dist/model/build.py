@@ -20,7 +20,9 @@ from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.device import DTYPES
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.train.keys import Keys
+
+Keys = Folding | Grams
+"""What a method that looks up n-grams must know of the data."""
 
 
 def build_model(
