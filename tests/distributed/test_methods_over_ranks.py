@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-import torch
+from follow_helper import follow
 from ranks_helper import run_ranks
 
 STEPS, SEQUENCES = 8, 4
@@ -23,14 +23,7 @@ LAYOUTS = {
 
 
 def run(ranks, parallel, method, window="step"):
-    """(losses, joint norms) of a run."""
     import method_models as methods
-    import tiny_models as tiny
-
-    from xgram_dist.engine import build_engine
-    from xgram_dist.optim.update import Optimizer
-    from xgram_dist.parallel.mesh import build_mesh
-    from xgram_dist.train.step import train_step
 
     config = methods.config(
         method,
@@ -40,25 +33,16 @@ def run(ranks, parallel, method, window="step"):
         parallel=parallel,
         train={"micro_batch": 1, "global_batch": SEQUENCES, "steps": 100},
     )
-    mesh = build_mesh(config, ranks)
-    engine = build_engine(config, tiny.model(config, tensor=mesh.tensor), mesh, tiny.CPU)
-    lookup = methods.lookup(config, mesh)
-    optimizer = Optimizer(config, engine, lookup, mesh)
-    losses, norms = [], []
-    share = SEQUENCES // mesh.data.size
-    for step in range(1, STEPS + 1):
-        batch = methods.repeating(config, SEQUENCES, 1, 12, seed=step)
-        mine = batch[mesh.data.rank * share : (mesh.data.rank + 1) * share]
-        result = train_step(config, lookup, optimizer, mine, lookup.plan(mine).result(), step)
-        losses.append(float(result.loss))
-        norms.append(float(result.gradient_norm))
-    lookup.close()
-    engine.close()
-    return losses, norms
+    return follow(
+        ranks,
+        config,
+        lambda mesh: methods.lookup(config, mesh),
+        lambda step: methods.repeating(config, SEQUENCES, 1, 12, seed=step),
+        STEPS,
+    )
 
 
 def run_cases(ranks, cases):
-    torch.set_num_threads(1)
     return [run(ranks, parallel, method) for parallel, method in cases]
 
 

@@ -5,23 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from run_folders import MEMORY, MODEL
 
 from xgram_dist.cli.main import main
 from xgram_dist.config import build_config, dump_config
-
-MODEL = {
-    "vocabulary": 4096,
-    "layers": 4,
-    "width": 128,
-    "ffn_width": 352,
-    "heads": 4,
-    "kv_heads": 2,
-    "sequence_length": 256,
-}
-MEMORY = {
-    "vanilla": {},
-    "xgram": {"method": "xgram", "sites": {"v": {"views": 2}}, "routing": {"vip": 50, "buckets": 16}},
-}
 
 
 def train(step: int, loss: float | None, rate: float = 1000.0) -> dict[str, Any]:
