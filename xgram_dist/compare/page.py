@@ -43,7 +43,7 @@ def title_of(results: Results) -> str:
 
 def _summary(results: Results) -> list[Child]:
     made: list[Child] = []
-    for title, columns in (("What it learns", (0, 1, 2, 5, 6, 10)), ("What it costs", (0, 3, 4, 7, 8, 9))):
+    for title, columns in (("What it learns", (0, 1, 2, 6, 7, 11)), ("What it costs", (0, 3, 4, 5, 8, 9, 10))):
         rows: list[list[Child]] = [[_shown(row[n]) for n in columns] for row in rows_of(results)]
         made += [tag("h3", title), table([HEADER[n] for n in columns], rows)]
     return [*made, note(NOTE)]

@@ -57,6 +57,8 @@ class RecipeResult:
     method: str
     backbone_parameters: int
     table_parameters: int
+    other_parameters: int
+    """Of extractors, gates and side networks."""
     tokens: int
     """Of a whole run."""
     seeds: list[SeedResult]
@@ -113,6 +115,7 @@ def read_results(plan: Plan, state: State) -> Results:
                 method=planned[0].config.memory.method,
                 backbone_parameters=budget.backbone_parameters,
                 table_parameters=budget.table_parameters,
+                other_parameters=budget.extractor_parameters + budget.gate_parameters,
                 tokens=budget.training_tokens,
                 seeds=[SeedResult(one, state.read(one), state.failure(one)) for one in planned],
             )
@@ -144,6 +147,7 @@ def as_json(results: Results) -> dict[str, Any]:
                 "method": one.method,
                 "backbone_parameters": one.backbone_parameters,
                 "table_parameters": one.table_parameters,
+                "other_parameters": one.other_parameters,
                 "tokens": one.tokens,
                 "runs": len(one.seeds),
                 "complete": len(one.values("loss")),

@@ -1,7 +1,7 @@
 """The table of a comparison: one row a recipe, as cells for a page and as Markdown."""
 
 from xgram_dist.compare.results import RecipeResult, Results
-from xgram_dist.report.numbers import MISSING_TEXT, parameters, percent, size, three, tokens, whole, with_error
+from xgram_dist.report.numbers import MISSING_TEXT, parameters, percent, size, thousands, three, whole, with_error
 
 HEADER = [
     "recipe",
@@ -9,6 +9,7 @@ HEADER = [
     "loss against the baseline (nats)",
     "backbone (parameters)",
     "tables (parameters)",
+    "gates, extractors, side networks",
     "tokens to the baseline's loss",
     "of its tokens",
     "tokens/s",
@@ -37,6 +38,7 @@ def _row(results: Results, one: RecipeResult) -> list[str]:
         "0" if baseline else with_error(results.against_baseline(one.label), _signed) or MISSING_TEXT,
         parameters(one.backbone_parameters),
         parameters(one.table_parameters) if one.table_parameters else "none",
+        thousands(one.other_parameters) if one.other_parameters else "none",
         *_reached(results, one),
         with_error(one.rates(), whole) or MISSING_TEXT,
         size(max(one.peaks())) if one.peaks() else MISSING_TEXT,
@@ -51,11 +53,11 @@ def _reached(results: Results, one: RecipeResult) -> tuple[str, str]:
     if not reached:
         return MISSING_TEXT, MISSING_TEXT
     if one.label == results.baseline:
-        return tokens(one.tokens), percent(1.0)  # its last loss is where it ended
+        return thousands(one.tokens), percent(1.0)  # its last loss is where it ended
     if len(known) < len(reached):
         return f"not reached by {len(reached) - len(known)} of {len(reached)}", "-"
     share = [value / results.recipe(results.baseline).tokens for value in known]
-    return with_error(known, tokens) or MISSING_TEXT, with_error(share, percent) or MISSING_TEXT
+    return with_error(known, thousands) or MISSING_TEXT, with_error(share, percent) or MISSING_TEXT
 
 
 def _signed(value: float) -> str:

@@ -41,7 +41,7 @@ def parameters(value: float) -> str:
     return f"{value / 1e9:,.3f} B" if value >= 1e9 else f"{value / 1e6:,.2f} M"
 
 
-def tokens(value: float) -> str:
+def thousands(value: float) -> str:
     for size, unit in ((1e9, "B"), (1e6, "M"), (1e3, "k")):
         if value >= size:
             return f"{value / size:,.2f} {unit}"

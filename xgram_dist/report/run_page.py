@@ -11,7 +11,7 @@ from xgram_dist.report import figures
 from xgram_dist.report.chart import Series, chart
 from xgram_dist.report.diagnosed import diagnosed
 from xgram_dist.report.markup import Child, Markup, tag
-from xgram_dist.report.numbers import MISSING, parameters, percent, seconds, shown, size, three, tokens, whole
+from xgram_dist.report.numbers import MISSING, parameters, percent, seconds, shown, size, thousands, three, whole
 from xgram_dist.report.page import Section, bar, note, page, table
 from xgram_dist.report.runs import Run, summary
 from xgram_dist.slurm.attempts import read_attempts
@@ -82,7 +82,7 @@ def _summary(runs: list[Run], names: list[str]) -> Markup:
                 name,
                 run.config.memory.method,
                 f"{one['step']:,} of {one['steps']:,}",
-                shown(one["step"] * run.tokens_per_step or None, tokens),
+                shown(one["step"] * run.tokens_per_step or None, thousands),
                 shown(one["validation_perplexity"], three),
                 shown(one["tokens_per_second"], whole),
                 parameters(one["backbone_parameters"]),

@@ -138,7 +138,8 @@ def test_the_table_has_means_and_standard_errors_over_seeds(recipes: list[str], 
     rows = rows_of(results)
     assert rows[0][1] == f"{mean:.3f} ± {error:.3f}"
     assert rows[1][0] == "hand-vanilla (baseline)"
-    assert rows[1][5:7] == ["26.21 M", "100.0 %"]
+    assert rows[1][4:6] == ["none", "none"]
+    assert rows[1][6:8] == ["26.21 M", "100.0 %"]
     text = markdown(results, "<b>title</b>")
     assert "<b>" not in text
     assert len([line for line in text.splitlines() if line.startswith("|")]) == 4
@@ -149,7 +150,7 @@ def test_a_loss_that_is_not_reached_is_said(recipes: list[str], tmp_path: Path) 
     state = State(tmp_path / "out")
     shifts = {("hand-vanilla", 0): 0.0, ("hand-vanilla", 1): 0.0, ("hand-xgram", 0): -0.5, ("hand-xgram", 1): 0.5}
     train_by_hand(plan, state, shifts)
-    assert rows_of(read_results(plan, state))[0][5:7] == ["not reached by 1 of 2", "-"]
+    assert rows_of(read_results(plan, state))[0][6:8] == ["not reached by 1 of 2", "-"]
 
 
 def test_runs_that_are_not_there_are_missing_and_not_guessed(recipes: list[str], tmp_path: Path) -> None:
@@ -163,7 +164,7 @@ def test_runs_that_are_not_there_are_missing_and_not_guessed(recipes: list[str],
     assert [seed["status"] for seed in xgram["seeds"]] == ["failed: out of <memory>", "not started"]
     assert vanilla["complete"] == 1
     row = rows_of(read_results(plan, state))[0]
-    assert row[1] == row[2] == row[5] == row[7] == row[8] == "missing"
+    assert row[1] == row[2] == row[6] == row[8] == row[9] == "missing"
 
 
 def test_the_page_from_the_command_line(recipes: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
