@@ -9,7 +9,7 @@ HEADER = [
     "loss against the baseline (nats)",
     "backbone (parameters)",
     "tables (parameters)",
-    "gates, extractors, side networks",
+    "others (parameters)",
     "tokens to the baseline's loss",
     "of its tokens",
     "tokens/s",
@@ -18,7 +18,7 @@ HEADER = [
     "complete runs",
 ]
 NOTE = (
-    "Means over seeds ± standard error of the mean. The loss against the baseline is the difference to the run with "
+    "Means over seeds ± standard error of the mean. Others: extractors, gates and side networks. The loss against the baseline is the difference to the run with "
     "the same seed. Tokens to the baseline's loss: where the validation loss first comes down to the baseline's last "
     "(mean over its seeds), on the straight line between two validations. Table bytes: the first rank's part of the "
     "exchange."
