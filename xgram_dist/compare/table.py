@@ -8,8 +8,8 @@ HEADER = [
     "validation perplexity",
     "loss against the baseline (nats)",
     "backbone (parameters)",
-    "tables (parameters)",
-    "others (parameters)",
+    "tables",
+    "others",
     "tokens to the baseline's loss",
     "of its tokens",
     "tokens/s",
@@ -18,10 +18,10 @@ HEADER = [
     "complete runs",
 ]
 NOTE = (
-    "Means over seeds ± standard error of the mean. Others: extractors, gates and side networks. The loss against the baseline is the difference to the run with "
-    "the same seed. Tokens to the baseline's loss: where the validation loss first comes down to the baseline's last "
-    "(mean over its seeds), on the straight line between two validations. Table bytes: the first rank's part of the "
-    "exchange."
+    "Means over seeds ± standard error of the mean. Parameters of tables and of others: extractors, gates, side "
+    "networks. The loss against the baseline is the difference to the run with the same seed. Tokens to the baseline's "
+    "loss: where the validation loss first comes down to the baseline's last (mean over its seeds), on the straight "
+    "line between two validations. Table bytes: the first rank's part of the exchange."
 )
 
 

@@ -101,7 +101,7 @@ def chart(
     )
 
 
-COLOURS = 8
+COLOURS = 12
 """That the style sheet has."""
 
 
