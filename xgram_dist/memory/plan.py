@@ -281,8 +281,9 @@ def make_accesses(
     )
 
 
-SORTED_FROM = 64
-"""Numbers below the limit for each value, from which sorting is faster (measured: the same at about 40)."""
+SORTED_FROM = 96
+"""Numbers below the limit for each value, from which sorting is faster. 4,096 values take 0.08 ms without and 0.16 with
+it below a limit of 75,968; 0.39 without and 0.17 with it below 1.2 million."""
 
 
 class Distinct:
