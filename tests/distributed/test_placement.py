@@ -36,6 +36,33 @@ def test_the_rows_of_a_token_that_shares_none_lie_with_one_owner():
     assert checked > 3
 
 
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4, 7])
+def test_a_bucket_that_fits_in_half_a_rank_lies_with_one_owner_and_ranks_hold_as_many_rows(ranks):
+    routing = build_routing(1.0 / np.arange(1, 4001), RoutingSettings(vip=20, buckets=40), 2)
+    placement = plan_placement(routing, routing.num_rows, ranks)
+    dense = [
+        set(placement.owner[start : start + rows].tolist())
+        for start, rows, sparse in zip(routing.bucket_start, routing.bucket_rows, routing.bucket_sparse, strict=True)
+        if not sparse
+    ]
+    assert len(dense) > 8
+    assert all(len(owners) == 1 for owners in dense)
+    buckets = np.bincount([owner for owners in dense for owner in owners], minlength=ranks)
+    assert buckets.max() - buckets.min() <= 1
+    held = np.bincount(placement.owner, minlength=ranks)
+    assert held.max() - held.min() <= 4
+    offsets, _ = owners_of_tokens(routing, 1, placement, routing.vocabulary)
+    assert np.all(np.diff(offsets) == 1)
+
+
+def test_a_bucket_that_does_not_fit_is_spread_over_all_ranks():
+    routing = build_routing(1.0 / np.arange(1, 4001), RoutingSettings(vip=20, buckets=40), 1)
+    placement = plan_placement(routing, routing.num_rows, 30)
+    last = slice(int(routing.bucket_start[-1]), int(routing.bucket_start[-1] + routing.bucket_rows[-1]))
+    assert not routing.bucket_sparse[-1]
+    assert len(set(placement.owner[last].tolist())) > 20
+
+
 def test_owners_of_a_token_are_the_owners_of_its_rows():
     routing = tiny.routing(tiny.config())
     placement = plan_placement(routing, routing.num_rows, 4)
@@ -63,4 +90,6 @@ def test_owners_are_balanced_under_the_real_token_frequencies(real_frequencies_f
     asked = np.concatenate([owners[offsets[t] : offsets[t + 1]] for t in tokens])
     load = np.bincount(asked, minlength=ranks)
     assert load.max() / load.mean() <= limit
-    assert len(asked) / len(tokens) < 1.45  # vectors a token
+    assert len(asked) / len(tokens) <= (1.45 if ranks == 64 and compression < 1 else 1)  # vectors a token
+    held = np.bincount(placement.owner, minlength=ranks)
+    assert held.max() - held.min() <= 4

@@ -1,12 +1,18 @@
 """Which rank owns which row.
 
 In: the routing (None: row = token id) and the number of ranks. Out: the owner of every row and its index there, the
-same on every rank, by arithmetic alone. A row that serves one token alone follows that token's first row; first rows
-and shared rows are dealt to the ranks in turn. So the rows of a frequent token lie together and it has one owner,
-while neighbours in frequency are spread.
+same on every rank, from the routing alone. Rows that are read together stay together:
+
+- A dense bucket's rows are shared by its tokens. They go to one rank, unless they would fill more than half of it.
+- A row that serves one token alone follows that token's first row.
+
+What stays together is dealt out: the buckets first, to the rank with the most room left; then the rest in turn, in the
+order of the rows, which is that of frequency, until a rank is full. So a token has one owner, or, where buckets do not
+fit, its frequent ones do; neighbours in frequency are spread; and all ranks hold as many rows.
 """
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -14,7 +20,11 @@ from numpy.typing import NDArray
 
 from xgram_dist.memory.routing.routing import Routing
 
-POLICIES = ("token", "strided", "contiguous")
+POLICIES = ("bucket", "token", "strided", "contiguous")
+"""The first is the one that is used; by `token`, dense buckets are dealt out row by row, as they were in older
+checkpoints. The others are there to be compared with."""
+WHOLE_BELOW = 0.5
+"""Part of a rank's rows that a bucket may fill. With more, ranks that have one have too few frequent tokens."""
 
 
 @dataclass(frozen=True)
@@ -24,26 +34,57 @@ class Placement:
     """Rank of each row."""
     local: NDArray[Any]
     """Index of each row among its owner's rows, which are kept in ascending order."""
-    policy: str = "token"
+    policy: str = POLICIES[0]
 
     def rows_of(self, rank: int) -> NDArray[Any]:
         return np.flatnonzero(self.owner == rank)
 
 
-def plan_placement(routing: Routing | None, num_rows: int, ranks: int, policy: str = "token") -> Placement:
+def plan_placement(routing: Routing | None, num_rows: int, ranks: int, policy: str = POLICIES[0]) -> Placement:
     rows = np.arange(num_rows, dtype=np.int64)
     if policy == "contiguous":
         owner = rows * ranks // num_rows
     elif policy == "strided" or routing is None:
         owner = rows % ranks
-    else:
-        assert policy == "token", policy
+    elif policy == "token":
         owner = _leaders(routing, num_rows) % ranks
+    else:
+        assert policy == "bucket", policy
+        owner = _dealt_out(routing, num_rows, ranks)
     local = np.empty(num_rows, dtype=np.int64)
     for rank in range(ranks):
         mine = owner == rank
         local[mine] = np.arange(int(mine.sum()))
     return Placement(ranks, owner.astype(np.int32), local, policy)
+
+
+def _dealt_out(routing: Routing, num_rows: int, ranks: int) -> NDArray[Any]:
+    leader = _leaders(routing, num_rows)
+    room = [num_rows // ranks + (rank < num_rows % ranks) for rank in range(ranks)]
+    last = [-1] * ranks
+    owner_of: dict[int, int] = {}
+    regions = zip(routing.bucket_start.tolist(), routing.bucket_rows.tolist(), routing.bucket_sparse, strict=True)
+    for start, rows, sparse in regions:
+        if not sparse and 0 < rows <= WHOLE_BELOW * num_rows / ranks:
+            leader[start : start + rows] = start
+            # Buckets come by frequency: of ranks with as much room, the one whose last bucket is the least frequent.
+            rank = max(range(ranks), key=lambda r: (room[r], last[r], -r))
+            owner_of[start], last[rank] = rank, start
+            room[rank] -= rows
+    leaders, sizes = np.unique(leader, return_counts=True)
+    turn = 0
+    for first, rows in zip(leaders.tolist(), sizes.tolist(), strict=True):
+        if first in owner_of:
+            continue
+        fits = (r for r in chain(range(turn, ranks), range(turn)) if room[r] >= rows)
+        rank = next(fits, -1)
+        if rank < 0:
+            rank = room.index(max(room))
+        owner_of[first] = rank
+        room[rank] -= rows
+        turn = (rank + 1) % ranks
+    owners: NDArray[Any] = np.array([owner_of[first] for first in leaders.tolist()], dtype=np.int64)
+    return owners[np.searchsorted(leaders, leader)]
 
 
 def _leaders(routing: Routing, num_rows: int) -> NDArray[Any]:

@@ -3,12 +3,12 @@
 Runs in host memory, on ids alone, so it can be done for the next step while this one computes; what comes out are
 index tensors, on the device, and message sizes, on the host: fetching and returning need no look at device memory.
 
-    distinct tokens of each window, ordered by owner          local
+    distinct tokens of each window, ordered by owner          local: this rank first, then the others in rank order
     number of vectors asked of each owner                     1 all-to-all of a few integers
     ids asked of each owner                                   1 small all-to-all
     the rows an owner reads for them                          local
 
-A token whose rows lie with several owners is asked of each; the reader adds up what they send, in rank order. Where
+A token whose rows lie with several owners is asked of each; the reader adds up what they send, in that order. Where
 keys are not tokens but hashed n-grams, a position has several, each the number of a row; the rest is the same.
 Shapes: U distinct tokens of a window, P (token, owner) pairs of a slab, Q tokens asked of this owner, N accesses.
 """
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from xgram_dist.memory.layout import Slab
 from xgram_dist.memory.placement import Placement, owners_of_tokens
-from xgram_dist.memory.retrieval import Accesses
+from xgram_dist.memory.retrieval import Accesses, Reads
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.windows import WindowRule
 from xgram_dist.parallel.device import to_device
@@ -38,19 +38,19 @@ class SlabPlan:
     """Who sends how many vectors of a slab to whom, for one window."""
 
     asked: list[int]
-    """Vectors this rank asks of each owner."""
+    """Vectors this rank asks of each owner, itself among them."""
     answered: list[int]
     """Vectors this owner sends to each rank."""
     key_P: Tensor | None
     """The distinct token of each vector asked for; None: they come in the order of the tokens, one each."""
     by_key_P: Tensor | None
-    """The vectors asked for, token by token, in rank order."""
+    """The vectors asked for, token by token, those of this rank first."""
     key_starts_U: Tensor | None
     """First of them for each token."""
     accesses: Accesses
-    """Rows read here for the tokens others ask for, by asking rank."""
+    """Rows read here for the tokens asked for: by this rank itself, then by the others in rank order."""
     step_touched: Tensor
-    """Rows read here in the whole step: distinct, ascending."""
+    """Rows read here in the whole step: distinct."""
     place_R: Tensor | None
     """Index of the window's rows among them; None where the window is the whole step."""
     off_rank: int
@@ -82,16 +82,26 @@ class RowMap:
         self.coefficients: NDArray[Any] = lists.coefficients[mine].astype(np.float32)
 
 
-class TokenNumbers:
-    """Tokens numbered anew by (owner of their first row, id), so that distinct tokens in ascending order are already
-    grouped by owner."""
+class OwnerOrder:
+    """Owners as a rank asks them: itself first, then the others in rank order."""
 
-    def __init__(self, owners: list[tuple[Integers, Integers]]):
+    def __init__(self, ranks: Ranks):
+        self.size = ranks.size
+        self.owner: Integers = np.array([ranks.rank, *(r for r in range(ranks.size) if r != ranks.rank)])
+        """The owner at each place."""
+        self.place: Integers = np.argsort(self.owner)
+
+
+class TokenNumbers:
+    """Tokens numbered anew by (place of their first row's owner, id), so that distinct tokens in ascending order are
+    already grouped by owner."""
+
+    def __init__(self, owners: list[tuple[Integers, Integers]], order: OwnerOrder):
         """For each slab, the owners of each token's rows (CSR)."""
-        self._owners = owners
+        self._owners, self._order = owners, order
         offsets, of_rows = owners[0]
         self.limit = len(offsets) - 1
-        self._token_of = np.argsort(of_rows[offsets[:-1]], kind="stable")
+        self._token_of = np.argsort(order.place[of_rows[offsets[:-1]]], kind="stable")
         self._number_of = np.empty(self.limit, np.int32)
         self._number_of[self._token_of] = np.arange(self.limit, dtype=np.int32)
 
@@ -101,32 +111,32 @@ class TokenNumbers:
     def keys(self, numbers_U: Integers) -> Integers:
         return self._token_of[numbers_U]
 
-    def pairs(self, slab: int, keys_U: Integers, ranks: int) -> tuple[Integers, Integers]:
-        """(index into the keys of each vector to ask for, by owner; number of them for each owner)."""
+    def pairs(self, slab: int, keys_U: Integers) -> tuple[Integers, Integers]:
+        """(index into the keys of each vector to ask for, by owner; number of them for each rank)."""
         offsets, owners = self._owners[slab]
         start, end = offsets[keys_U], offsets[keys_U + 1]
         key_P, entry_P = _expand(start, end - start)
         owner_P = owners[entry_P]
-        counts = np.bincount(owner_P, minlength=ranks)
-        return key_P[np.argsort(owner_P, kind="stable")], counts
+        counts = np.bincount(owner_P, minlength=self._order.size)
+        return key_P[np.argsort(self._order.place[owner_P], kind="stable")], counts
 
 
 class RowNumbers:
     """The same where a key is a row, and rows are dealt to the ranks in turn: by arithmetic, since there may be very
     many."""
 
-    def __init__(self, rows: int, ranks: int):
-        self._ranks, self._share = ranks, -(-rows // ranks)
-        self.limit = ranks * self._share
+    def __init__(self, rows: int, order: OwnerOrder):
+        self._order, self._share = order, -(-rows // order.size)
+        self.limit = order.size * self._share
 
     def of(self, keys: Integers) -> Integers:
-        return keys % self._ranks * self._share + keys // self._ranks
+        return self._order.place[keys % self._order.size] * self._share + keys // self._order.size
 
     def keys(self, numbers_U: Integers) -> Integers:
-        return numbers_U % self._share * self._ranks + numbers_U // self._share
+        return numbers_U % self._share * self._order.size + self._order.owner[numbers_U // self._share]
 
-    def pairs(self, slab: int, keys_U: Integers, ranks: int) -> tuple[Integers, Integers]:
-        return np.arange(len(keys_U)), np.bincount(keys_U % ranks, minlength=ranks)
+    def pairs(self, slab: int, keys_U: Integers) -> tuple[Integers, Integers]:
+        return np.arange(len(keys_U)), np.bincount(keys_U % self._order.size, minlength=self._order.size)
 
 
 class Planner:
@@ -144,14 +154,16 @@ class Planner:
         """`vocabulary`: how many keys there are. `devices`: where the working set lives, and where the rows do.
         `keys_of`: the keys of each token; without it, the token itself."""
         self.ranks, self.rule, self._keys_of = ranks, rule, keys_of
+        self._order = OwnerOrder(ranks)
         self.device, self.store_device = devices
         self.maps = [RowMap(routing, slab.view, placement, ranks.rank) if routing else None for slab in slabs]
         self._rows = len(placement.rows_of(ranks.rank))
         self._numbers: TokenNumbers | RowNumbers
         if keys_of is None and routing is not None:
-            self._numbers = TokenNumbers([owners_of_tokens(routing, s.view, placement, vocabulary) for s in slabs])
+            owners = [owners_of_tokens(routing, slab.view, placement, vocabulary) for slab in slabs]
+            self._numbers = TokenNumbers(owners, self._order)
         else:
-            self._numbers = RowNumbers(vocabulary, ranks.size)
+            self._numbers = RowNumbers(vocabulary, self._order)
         self._of_tokens, self._of_rows = Distinct(self._numbers.limit), Distinct(self._rows)
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> list[Window]:
@@ -162,11 +174,12 @@ class Planner:
         found = [self._of_tokens(numbers[part]) for part in slices]
         keys = [self._numbers.keys(distinct) for distinct, _ in found]
         slabs = range(len(self.maps))
-        pairs = [[self._numbers.pairs(s, k, self.ranks.size) for s in slabs] for k in keys]  # [window][slab]
+        pairs = [[self._numbers.pairs(s, k) for s in slabs] for k in keys]  # [window][slab]
         asked = np.array([[counts for _, counts in of_slab] for of_slab in pairs])  # [window, slab, owner]
         answered, wanted = self._exchange_ids(keys, pairs, asked)
         windows = []
-        accesses = [[self._accesses(s, ids) for s, ids in enumerate(of_slab)] for of_slab in wanted]
+        rank = self.ranks.rank
+        accesses = [[self._accesses(s, wanted[w][s], int(asked[w, s, rank])) for s in slabs] for w in range(len(keys))]
         union = [self._union([of_slab[s] for of_slab in accesses]) for s in slabs]
         for w, part in enumerate(slices):
             plans = []
@@ -197,11 +210,12 @@ class Planner:
         windows, slabs, size = asked.shape
         to_owner = np.ascontiguousarray(np.moveaxis(asked, 2, 0))  # [owner, window, slab]
         flight, handle = self.ranks.exchange(torch.from_numpy(to_owner), [1] * size, [1] * size)
+        owners, place = self._order.owner, self._order.place
         parts = [
-            [np.split(keys[w][pairs[w][s][0]], np.cumsum(asked[w, s])[:-1]) for s in range(slabs)]
+            [np.split(keys[w][pairs[w][s][0]], np.cumsum(asked[w, s, owners])[:-1]) for s in range(slabs)]
             for w in range(windows)
         ]
-        ids = [parts[w][s][owner] for owner in range(size) for w in range(windows) for s in range(slabs)]
+        ids = [parts[w][s][place[owner]] for owner in range(size) for w in range(windows) for s in range(slabs)]
         handle.wait()
         from_rank = flight.numpy()  # [rank, window, slab]
         received, handle = self.ranks.exchange(
@@ -212,21 +226,21 @@ class Planner:
         handle.wait()
         pieces = np.split(received.numpy(), np.cumsum(from_rank.reshape(-1))[:-1])
         wanted = [
-            [np.concatenate([pieces[(r * windows + w) * slabs + s] for r in range(size)]) for s in range(slabs)]
+            [np.concatenate([pieces[(r * windows + w) * slabs + s] for r in owners]) for s in range(slabs)]
             for w in range(windows)
         ]
         return np.moveaxis(from_rank, 0, 2), wanted
 
-    def _accesses(self, slab: int, keys_Q: Integers) -> Accesses:
-        """The accesses of these tokens to rows owned here."""
+    def _accesses(self, slab: int, keys_Q: Integers, own: int) -> Accesses:
+        """The accesses of these tokens to rows owned here; this rank itself asks for the first `own`."""
         row_map = self.maps[slab]
         if row_map is None:
-            return make_accesses(keys_Q // self.ranks.size, None, None, self._of_rows, self.store_device)
+            return make_accesses(keys_Q // self.ranks.size, None, None, own, self._of_rows, self.store_device)
         start = row_map.offsets[keys_Q]
         counts = row_map.offsets[keys_Q + 1] - start
         _, entry_N = _expand(start, counts)
         rows_N, coefficients_N = row_map.rows[entry_N], row_map.coefficients[entry_N]
-        return make_accesses(rows_N, counts, coefficients_N, self._of_rows, self.store_device)
+        return make_accesses(rows_N, counts, coefficients_N, own, self._of_rows, self.store_device)
 
     def _union(self, accesses: list[Accesses]) -> tuple[Tensor, list[Tensor | None]]:
         """The rows of all windows, and where each window's rows are among them."""
@@ -246,9 +260,7 @@ class Planner:
 
     def _off_rank(self, pairs: tuple[Integers, Integers]) -> int:
         key_P, counts = pairs
-        here = int(counts[: self.ranks.rank].sum())
-        others = np.concatenate((key_P[:here], key_P[here + int(counts[self.ranks.rank]) :]))
-        return len(np.unique(others))
+        return len(np.unique(key_P[counts[self.ranks.rank] :]))
 
     def _place(self, array: NDArray[Any]) -> Tensor:
         return to_device(torch.from_numpy(array), self.store_device)
@@ -258,11 +270,18 @@ def make_accesses(
     rows_N: Integers,
     counts_Q: Integers | None,
     coefficients_N: NDArray[Any] | None,
+    own: int,
     distinct: "Distinct",
     device: torch.device,
 ) -> Accesses:
-    """Accesses given token by token, as `counts_Q` of each token; without counts, one a token."""
+    """Accesses given token by token, as `counts_Q` of each token; without counts, one a token. This rank itself asks
+    for the first `own` tokens."""
+    of_own = own if counts_Q is None else int(counts_Q[:own].sum())  # accesses
     touched_R, place_N = distinct(rows_N)
+    for_others_R = np.zeros(len(touched_R), dtype=bool)
+    for_others_R[place_N[of_own:]] = True
+    order_R = np.concatenate((np.flatnonzero(for_others_R), np.flatnonzero(~for_others_R)))
+    touched_R, place_N = touched_R[order_R], np.argsort(order_R)[place_N]
     by_row_N = np.argsort(place_N, kind="stable")
     readers_R = np.bincount(place_N, minlength=len(touched_R))
     token_N = None if counts_Q is None else np.repeat(np.arange(len(counts_Q)), counts_Q)
@@ -270,11 +289,21 @@ def make_accesses(
     def place(array: NDArray[Any]) -> Tensor:
         return to_device(torch.from_numpy(array), device)
 
+    def reads(tokens: slice, accesses: slice) -> Reads:
+        of_Q = None if counts_Q is None else counts_Q[tokens]
+        in_order = of_Q is None and np.array_equal(place_N[accesses], np.arange(len(place_N[accesses])))
+        return Reads(
+            count=len(place_N[accesses]) if of_Q is None else len(of_Q),
+            place_N=None if in_order else place(place_N[accesses]),
+            starts_Q=None if of_Q is None else place(np.cumsum(of_Q) - of_Q),
+            coefficients_N=None if coefficients_N is None else place(coefficients_N[accesses]),
+        )
+
     return Accesses(
         touched_R=place(touched_R),
-        place_N=place(place_N),
-        starts_Q=None if counts_Q is None else place(np.cumsum(counts_Q) - counts_Q),
-        coefficients_N=None if coefficients_N is None else place(coefficients_N),
+        for_others=int(for_others_R.sum()),
+        others=reads(slice(own, None), slice(of_own, None)),
+        own=reads(slice(own), slice(of_own)),
         by_row_N=place(by_row_N if token_N is None else token_N[by_row_N]),
         row_starts_R=place(np.cumsum(readers_R) - readers_R),
         row_coefficients_N=None if coefficients_N is None else place(coefficients_N[by_row_N]),

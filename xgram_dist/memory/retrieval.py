@@ -17,36 +17,64 @@ from torch import Tensor
 
 
 @dataclass(frozen=True)
-class Accesses:
-    """Which rows are read, and for which tokens; all of it known before any row is."""
+class Reads:
+    """What some of the tokens read."""
 
-    touched_R: Tensor
-    """Rows that are read: distinct, ascending."""
-    place_N: Tensor
-    """Index into `touched_R` of each access; accesses come token by token."""
+    count: int
+    """Tokens."""
+    place_N: Tensor | None
+    """Index into `touched_R` of each access; accesses come token by token. None: they are 0, 1, 2, ..."""
     starts_Q: Tensor | None
     """First access of each token; None where each token reads one row, with coefficient 1."""
     coefficients_N: Tensor | None
+
+
+@dataclass(frozen=True)
+class Accesses:
+    """Which rows are read, and for which tokens; all of it known before any row is. Tokens are first those of this
+    rank, then those of the others."""
+
+    touched_R: Tensor
+    """Rows that are read: distinct; first those that others ask for, ascending, then the rest, ascending."""
+    for_others: int
+    """How many of them others ask for."""
+    others: Reads
+    own: Reads
     by_row_N: Tensor
-    """The same accesses row by row: the token of each, in the order of the tokens."""
+    """All accesses row by row: the token of each, in the order of the tokens."""
     row_starts_R: Tensor
     """First of them for each row."""
     row_coefficients_N: Tensor | None
 
 
-def retrieve(rows_RW: Tensor, gates_RJ: Tensor | None, accesses: Accesses, widths: list[int]) -> Tensor:
-    """One vector [Q, W] for each token, from the rows that are touched: the columns of all tables side by side."""
-    if accesses.starts_Q is None:
-        return rows_RW.index_select(0, accesses.place_N)
-    if gates_RJ is not None:
-        rows_RW = rows_RW.clone()
-        _scale(rows_RW, torch.sigmoid(gates_RJ), widths)
-    return segment_sums(rows_RW, accesses.place_N, accesses.starts_Q, accesses.coefficients_N)
+def scale_rows(out_RW: Tensor, rows_RW: Tensor, gates_RJ: Tensor, widths: list[int]) -> None:
+    """Rows as their readers see them."""
+    factors_RJ = torch.sigmoid(gates_RJ)
+    for j, (out, rows) in enumerate(zip(out_RW.split(widths, dim=1), rows_RW.split(widths, dim=1), strict=True)):
+        torch.mul(rows, factors_RJ[:, j : j + 1], out=out)
+
+
+def retrieve(scaled_RW: Tensor, reads: Reads) -> Tensor:
+    """One vector [Q, W] for each token, the columns of all tables side by side; maybe the rows themselves."""
+    if reads.place_N is None:
+        return scaled_RW[: reads.count]
+    if reads.starts_Q is None:
+        return scaled_RW.index_select(0, reads.place_N)
+    return segment_sums(scaled_RW, reads.place_N, reads.starts_Q, reads.coefficients_N)
+
+
+def retrieve_into(out_QW: Tensor, scaled_RW: Tensor, reads: Reads) -> None:
+    """The same in memory that is there, which may be of another type or device."""
+    alike = out_QW.dtype == scaled_RW.dtype and out_QW.device == scaled_RW.device
+    if alike and reads.place_N is not None and reads.starts_Q is None:
+        torch.index_select(scaled_RW, 0, reads.place_N, out=out_QW)
+    else:
+        out_QW.copy_(retrieve(scaled_RW, reads), non_blocking=True)
 
 
 @dataclass
 class RowGradient:
-    """The gradient of the rows (and gates) that were read, and of no others. `touched` are distinct, ascending."""
+    """The gradient of the rows (and gates) that were read, and of no others. `touched` are distinct."""
 
     touched: Tensor
     rows: Tensor
@@ -71,11 +99,10 @@ def give_back(
     if rows_of is None:
         return RowGradient(accesses.touched_R, rows_RW, None)
     read_RW, gates_RJ = rows_of()
-    sigmoid_RJ = torch.sigmoid(gates_RJ)
-    _scale(rows_RW, sigmoid_RJ, widths)
+    scale_rows(rows_RW, rows_RW, gates_RJ, widths)
     pairs = zip(read_RW.split(widths, dim=1), rows_RW.split(widths, dim=1), strict=True)
     inner_RJ = torch.stack([(read * gradient).sum(1) for read, gradient in pairs], dim=1)
-    return RowGradient(accesses.touched_R, rows_RW, inner_RJ * (1 - sigmoid_RJ))
+    return RowGradient(accesses.touched_R, rows_RW, inner_RJ * (1 - torch.sigmoid(gates_RJ)))
 
 
 def segment_sums(values: Tensor, index_N: Tensor, starts: Tensor, coefficients_N: Tensor | None) -> Tensor:
@@ -84,8 +111,3 @@ def segment_sums(values: Tensor, index_N: Tensor, starts: Tensor, coefficients_N
         return values.new_zeros(starts.numel(), values.shape[1])
     weights = None if coefficients_N is None else coefficients_N.to(values.dtype)
     return F.embedding_bag(index_N, values, starts, mode="sum", per_sample_weights=weights)
-
-
-def _scale(rows_RW: Tensor, factors_RJ: Tensor, widths: list[int]) -> None:
-    for j, piece in enumerate(rows_RW.split(widths, dim=1)):
-        piece.mul_(factors_RJ[:, j : j + 1])

@@ -4,8 +4,9 @@ A gradient covers the rows that were hit in a step and no others, so that norm a
 what there is. Rows an optimizer is behind with are brought up to date before they are read (`settle`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from xgram_dist.memory.initial import initial_rows
 from xgram_dist.memory.layout import Slab, plan_slabs
 from xgram_dist.memory.placement import Placement
 from xgram_dist.memory.plan import SlabPlan
-from xgram_dist.memory.retrieval import RowGradient, give_back, retrieve
+from xgram_dist.memory.retrieval import RowGradient, give_back, retrieve, retrieve_into, scale_rows
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.parallel.device import large_pages
 from xgram_dist.parallel.mesh import Mesh
@@ -41,8 +42,9 @@ class SlabState:
     settle: Callable[[Tensor, bool], None] = lambda rows, moments: None
     """Set by the optimizer: bring these rows up to date (and its moments, where no update follows)."""
     settle_all: Callable[[], None] = lambda: None
-    opening: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
-    """Set by the optimizer: rows and gates up to date, as copies; it may keep them for the update."""
+    opening: Callable[[Tensor, list[slice]], Iterator[tuple[Tensor, Tensor | None]]] | None = None
+    """Set by the optimizer: rows and gates up to date, as copies, the same ones once for each part, filled so far; it
+    may keep them for the update."""
     opened: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     """Set by the optimizer: what `opening` gave, once more."""
 
@@ -54,15 +56,31 @@ class SlabState:
     def names(self) -> list[str]:
         return [table.name for table in self.slab.tables]
 
-    def read(self, plan: SlabPlan, training: bool) -> Tensor:
-        """One vector [Q, W] for each token asked of this owner."""
-        touched_R = plan.accesses.touched_R
-        if training and plan.place_R is None:  # the update of these very rows follows
-            rows_RW, gates_RJ = (self.opening or self._gather)(touched_R)
-        else:
-            self.settle(touched_R, not training)
-            rows_RW, gates_RJ = self._gather(touched_R)
-        return retrieve(rows_RW, gates_RJ, plan.accesses, self.widths)
+    def read(self, plan: SlabPlan, training: bool, own_QW: Tensor) -> Iterator[Tensor]:
+        """One vector [Q, W] for each token asked of this owner. First those for the other ranks; resumed when these are
+        on their way, those for this rank, in the memory given, from rows that were not needed before."""
+        accesses = plan.accesses
+        parts = [slice(0, accesses.for_others), slice(accesses.for_others, accesses.touched_R.numel())]
+        update_follows = training and plan.place_R is None  # of these very rows
+        if not update_follows:
+            self.settle(accesses.touched_R, not training)
+        opening = self.opening if update_follows and self.opening is not None else self._gather_parts
+        scaled_RW: Tensor | None = None
+        for part, reads, (rows_RW, gates_RJ) in zip(
+            parts, (accesses.others, accesses.own), opening(accesses.touched_R, parts), strict=True
+        ):
+            if gates_RJ is None:
+                scaled_RW = rows_RW
+            else:
+                scaled_RW = torch.empty_like(rows_RW) if scaled_RW is None else scaled_RW
+                scale_rows(scaled_RW[part], rows_RW[part], gates_RJ[part], self.widths)
+            if reads is accesses.others:
+                yield retrieve(scaled_RW, reads)
+            else:
+                retrieve_into(own_QW, scaled_RW, reads)
+
+    def _gather_parts(self, rows_R: Tensor, parts: list[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        yield from repeat(self._gather(rows_R), len(parts))
 
     def _gather(self, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.rows.index_select(0, rows_R), None if self.gates is None else self.gates.index_select(0, rows_R)

@@ -2,7 +2,9 @@
 
     plan    (plan.py) who owns the rows of the distinct tokens; in a thread, ahead of time
     fetch   each owner combines its rows into one vector a token and sends it             1 all-to-all a slab
-    return  gradients of those vectors to the owners, which add them in rank order        1 all-to-all a slab
+    return  gradients of those vectors to the owners, which add them in a fixed order     1 all-to-all a slab
+
+What a rank owns itself stays there: it is read and copied while the rest is on its way.
 
 Owners do the same arithmetic over the rows they hold however many ranks there are, so results do not depend on their
 number, up to the order of additions; for a given number of ranks they repeat bitwise.
@@ -11,6 +13,7 @@ Shapes: U distinct tokens here, P (token, owner) pairs of a slab, Q tokens asked
 """
 
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +26,7 @@ from xgram_dist.memory.placement import plan_placement
 from xgram_dist.memory.plan import Planner, SlabPlan, Window
 from xgram_dist.memory.retrieval import segment_sums
 from xgram_dist.memory.routing.routing import Routing
-from xgram_dist.memory.store import Store
+from xgram_dist.memory.store import SlabState, Store
 from xgram_dist.memory.windows import WindowRule
 from xgram_dist.memory.working_set import Lookup, WorkingSet
 from xgram_dist.parallel.mesh import Mesh, single_mesh
@@ -75,14 +78,20 @@ class Tables:
     @torch.no_grad()
     def fetch(self, window: Window, *, training: bool = True) -> WorkingSet:
         states, phases = self.store.states, self.ranks.phases
+        working = WorkingSet(window, {})
         flights = []
         with phases("fetch"):
             for state, plan in zip(states, window.slabs, strict=True):
-                vectors_QW = self._on_wire(state.read(plan, training))
-                flights.append(self.ranks.exchange(vectors_QW, plan.answered, plan.asked))
-        working = WorkingSet(window, {})
+                received_PW = self._empty(sum(plan.asked), state)
+                own = plan.asked[self.ranks.rank]
+                reading = state.read(plan, training, received_PW[:own])
+                vectors_QW = self._on_wire(next(reading))
+                handle = self.ranks.exchange_with_others(received_PW[own:], vectors_QW, plan.answered, plan.asked)
+                flights.append((received_PW, handle, reading))
+            for *_, reading in flights:
+                next(reading, None)
         with phases("wait"):
-            for state, plan, (received_PW, handle) in zip(states, window.slabs, flights, strict=True):
+            for state, plan, (received_PW, handle, _) in zip(states, window.slabs, flights, strict=True):
                 handle.wait()
                 whole_UW = _combined(received_PW.to(state.rows.dtype), plan)
                 for table, piece in zip(state.slab.tables, whole_UW.split(state.widths, dim=1), strict=True):
@@ -102,10 +111,19 @@ class Tables:
                 if grads_UW is None:
                     grads_UW = torch.cat([self._own_columns(table, working) for table in state.slab.tables], dim=1)
                 sent_PW = grads_UW if plan.key_P is None else grads_UW.index_select(0, plan.key_P)
-                flights.append(self.ranks.exchange(sent_PW.to(self.wire or sent_PW.dtype), plan.asked, plan.answered))
+                flights.append(self._return(sent_PW, state, plan))
             for state, plan, (received_QW, handle) in zip(states, plans, flights, strict=True):
                 handle.wait()
                 state.add_gradient(received_QW.to(state.rows.device, state.rows.dtype), plan, self.ranks.size)
+
+    def _return(self, sent_PW: Tensor, state: SlabState, plan: SlabPlan) -> tuple[Tensor, Any]:
+        own = plan.asked[self.ranks.rank]
+        received_QW = self._empty(sum(plan.answered), state)
+        handle = self.ranks.exchange_with_others(
+            received_QW[own:], self._on_wire(sent_PW[own:]), plan.asked, plan.answered
+        )
+        received_QW[:own].copy_(sent_PW[:own])
+        return received_QW, handle
 
     def _own_columns(self, table: Table, working: WorkingSet) -> Tensor:
         """The gradient of a table's columns held here."""
@@ -119,12 +137,17 @@ class Tables:
     def close(self) -> None:
         self._thread.shutdown()
 
+    def _empty(self, count: int, state: SlabState) -> Tensor:
+        """Memory for so many vectors as they come from the wire."""
+        dtype = self.wire or state.rows.dtype
+        return torch.empty(count, state.rows.shape[1], dtype=dtype, device=self.device)
+
     def _on_wire(self, vectors_QW: Tensor) -> Tensor:
         return vectors_QW.to(self.device, self.wire or vectors_QW.dtype, non_blocking=True)
 
 
 def _combined(received_PW: Tensor, plan: SlabPlan) -> Tensor:
-    """Partial sums of a token's owners added up, in rank order."""
+    """Partial sums of a token's owners added up, those of this rank first."""
     if plan.by_key_P is None or plan.key_starts_U is None:
         return received_PW
     return segment_sums(received_PW, plan.by_key_P, plan.key_starts_U, None)

@@ -4,6 +4,9 @@ VIP rows and the other rows have their own learning-rate multiplier; row gates l
 not decay.
 """
 
+from collections.abc import Iterator
+from itertools import repeat
+
 import torch
 from torch import Tensor
 
@@ -82,8 +85,12 @@ class TableOptimizer:
 def _attach(state: SlabState, rows: RowOptimizer, gates: RowOptimizer | None) -> None:
     optimizers = [rows] if gates is None else [rows, gates]
 
-    def opening(rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
-        return rows.open(rows_R), None if gates is None else gates.open(rows_R)
+    def opening(rows_R: Tensor, parts: list[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
+        yield from zip(
+            rows.open(rows_R, parts),
+            repeat(None, len(parts)) if gates is None else gates.open(rows_R, parts),
+            strict=True,
+        )
 
     def opened(rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
         return rows.opened(rows_R), None if gates is None else gates.opened(rows_R)

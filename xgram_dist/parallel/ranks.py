@@ -68,8 +68,20 @@ class Ranks:
         if self.size == 1:
             return sent, _Done()
         received = sent.new_empty(sum(received_counts), *sent.shape[1:])
-        handle = dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self.group, async_op=True)
-        return received, handle
+        return received, self._all_to_all(received, sent, received_counts, sent_counts)
+
+    def exchange_with_others(self, received: Tensor, sent: Tensor, sent_counts: list[int], counts: list[int]) -> Any:
+        """The same without what each rank would send itself, whatever the counts say of it, into a buffer that is
+        there; a handle to wait on."""
+        if self.size == 1:
+            return _Done()
+        return self._all_to_all(received, sent, *(self._of_others(both) for both in (counts, sent_counts)))
+
+    def _of_others(self, counts: list[int]) -> list[int]:
+        return [0 if rank == self.rank else count for rank, count in enumerate(counts)]
+
+    def _all_to_all(self, received: Tensor, sent: Tensor, received_counts: list[int], sent_counts: list[int]) -> Any:
+        return dist.all_to_all_single(received, sent, received_counts, sent_counts, group=self.group, async_op=True)
 
     def gather_along(self, piece: Tensor, dim: int | None) -> Tensor:
         """Every rank's piece, joined along a dimension in rank order; None: all have the whole."""

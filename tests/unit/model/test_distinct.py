@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from xgram_dist.memory.plan import SORTED_FROM, Distinct, RowNumbers
+from xgram_dist.memory.plan import SORTED_FROM, Distinct, OwnerOrder, RowNumbers
+from xgram_dist.parallel.ranks import Ranks
 
 
 @pytest.mark.parametrize("limit", [1, 7, 40, 40 * SORTED_FROM, 1000 * SORTED_FROM])
@@ -19,12 +20,12 @@ def test_distinct_values_and_places_are_those_of_a_sort_whatever_the_limit(limit
         assert distinct.count(values) == len(found)
 
 
-@pytest.mark.parametrize(("rows", "ranks"), [(1, 1), (10, 3), (12, 4), (5, 8)])
-def test_numbers_of_rows_ascend_by_owner_and_lead_back_to_the_row(rows, ranks):
-    numbers, keys = RowNumbers(rows, ranks), np.arange(rows)
+@pytest.mark.parametrize(("rows", "ranks", "rank"), [(1, 1, 0), (10, 3, 0), (10, 3, 1), (12, 4, 3), (5, 8, 6)])
+def test_numbers_of_rows_ascend_by_owner_this_rank_first_and_lead_back_to_the_row(rows, ranks, rank):
+    numbers, keys = RowNumbers(rows, OwnerOrder(Ranks(rank, ranks))), np.arange(rows)
     made = numbers.of(keys)
     assert np.array_equal(numbers.keys(made), keys)
     assert len(set(made.tolist())) == rows
     assert made.max() < numbers.limit
-    owners = np.sort(made) // -(-rows // ranks)
-    assert np.array_equal(owners, np.sort(keys % ranks))
+    owners = (numbers.keys(np.sort(made)) % ranks).tolist()
+    assert owners == sorted(owners, key=lambda owner: (owner != rank, owner))

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from xgram_dist.memory.plan import Distinct, make_accesses
-from xgram_dist.memory.retrieval import give_back, retrieve
+from xgram_dist.memory.retrieval import give_back, retrieve, retrieve_into
 
 F64 = torch.float64
 
@@ -109,16 +109,19 @@ def test_gradients_of_two_windows_add_up():
 @settings(max_examples=30, deadline=None)
 @given(
     rows=st.lists(st.lists(st.integers(0, 9), min_size=1, max_size=4), min_size=0, max_size=6),
+    own=st.integers(0, 6),
 )
-def test_return_is_the_transpose_of_fetch_for_any_access_list(rows):
+def test_return_is_the_transpose_of_fetch_for_any_access_list(rows, own):
     """<retrieve(B), G> = <B, give_back(G)> when gates are absent: the map is linear and its adjoint is used."""
+    own = min(own, len(rows))
     generator = torch.Generator().manual_seed(len(rows))
     flat = np.array([row for of_token in rows for row in of_token], dtype=np.int64)
     counts = np.array([len(of_token) for of_token in rows], dtype=np.int64)
     slab = torch.randn(10, 5, dtype=F64, generator=generator)
     coefficients = torch.rand(len(flat), dtype=F64, generator=generator)
-    accesses = make_accesses(flat, counts, coefficients.numpy(), Distinct(10), tiny.CPU)
-    out = retrieve(slab[accesses.touched_R], None, accesses, [2, 3])
+    accesses = make_accesses(flat, counts, coefficients.numpy(), own, Distinct(10), tiny.CPU)
+    read = slab[accesses.touched_R]
+    out = torch.cat((retrieve(read, accesses.own), retrieve(read[: accesses.for_others], accesses.others)))
     expected = [
         sum((coefficients[n] * slab[flat[n]] for n in range(end - count, end)), torch.zeros(5, dtype=F64))
         for end, count in zip(counts.cumsum().tolist(), counts.tolist(), strict=True)
@@ -129,3 +132,19 @@ def test_return_is_the_transpose_of_fetch_for_any_access_list(rows):
     grad = torch.zeros_like(slab)
     grad[gradient.touched] = gradient.rows
     torch.testing.assert_close((out * upstream).sum(), (slab * grad).sum())
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    rows=st.lists(st.integers(0, 9), max_size=12), own=st.integers(0, 12), dtype=st.sampled_from([F64, torch.float32])
+)
+def test_one_row_a_token_comes_as_it_is_asked_for_and_others_need_the_first_rows_alone(rows, own, dtype):
+    flat, slab = np.array(rows, dtype=np.int64), torch.arange(20, dtype=F64).reshape(10, 2)
+    own = min(own, len(rows))
+    accesses = make_accesses(flat, None, None, own, Distinct(10), tiny.CPU)
+    read = slab[accesses.touched_R]
+    assert sorted(accesses.touched_R[: accesses.for_others].tolist()) == sorted(set(rows[own:]))
+    assert torch.equal(retrieve(read[: accesses.for_others], accesses.others), slab[flat[own:]])
+    out = torch.full((own, 2), -1.0, dtype=dtype)
+    retrieve_into(out, read, accesses.own)
+    assert torch.equal(out, slab[flat[:own]].to(dtype))

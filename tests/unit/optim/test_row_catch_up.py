@@ -66,9 +66,12 @@ class Run:
         shape = rows_R.numel(), self.start.shape[1]
         gradient_RW = torch.randn(shape, generator=self.random) * self.scale_SW[rows_R]
         if opened:
-            before = self.optimizer.open(rows_R).clone()
+            half, count = rows_R.numel() // 2, rows_R.numel()
+            before = [made.clone() for made in self.optimizer.open(rows_R, [slice(0, count)])]
             self.optimizer.close()  # and nothing has happened
-            assert torch.equal(self.optimizer.open(rows_R), before)
+            in_two = [made.clone() for made in self.optimizer.open(rows_R, [slice(0, half), slice(half, count)])]
+            assert torch.equal(in_two[0][:half], before[0][:half])
+            assert torch.equal(in_two[1], before[0])
         elif settle:
             self.optimizer.settle(rows_R)
         self.optimizer.update(rows_R, gradient_RW.to(self.start.dtype), rates)

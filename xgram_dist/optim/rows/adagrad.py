@@ -4,10 +4,12 @@ Tables lie side by side in `values`, as column ranges of the given widths; the n
 hit the row, of the mean square of the gradient over the table's columns.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
-from xgram_dist.optim.rows.blocks import Blocks, row_rates
+from xgram_dist.optim.rows.blocks import Blocks, gather_parts, row_rates
 from xgram_dist.optim.rows.protocol import RowState
 
 
@@ -22,10 +24,11 @@ class RowAdagrad:
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
         """Rows are always up to date."""
 
-    def open(self, rows_R: Tensor) -> Tensor:
-        return self.values.index_select(0, rows_R)
+    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
+        return gather_parts(self.values, rows_R, parts)
 
-    opened = open
+    def opened(self, rows_R: Tensor) -> Tensor:
+        return self.values.index_select(0, rows_R)
 
     def close(self) -> None:
         """Nothing was begun."""

@@ -1,11 +1,12 @@
 """What the AdamW optimizers of rows share: hyperparameters, the moments of rows, and a step on gathered rows."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from xgram_dist.optim.rows.blocks import Blocks, row_rates
+from xgram_dist.optim.rows.blocks import Blocks, gather_parts, row_rates
 from xgram_dist.optim.rows.compiled import any_count, compiled_pass, other_name
 from xgram_dist.optim.rows.protocol import RowState
 from xgram_dist.parallel.device import large_pages
@@ -84,10 +85,11 @@ class GatheredAdamW:
     def restore(self, whole: dict[str, Tensor]) -> None:
         self.moments.step.copy_(whole["step"])
 
-    def open(self, rows_R: Tensor) -> Tensor:
-        return self.values.index_select(0, rows_R)
+    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
+        return gather_parts(self.values, rows_R, parts)
 
-    opened = open
+    def opened(self, rows_R: Tensor) -> Tensor:
+        return self.values.index_select(0, rows_R)
 
     def close(self) -> None:
         """Nothing was begun."""

@@ -29,6 +29,14 @@ class Blocks:
         return [buffer[: rows_B.numel()] for buffer in self._buffers[:count]]
 
 
+def gather_parts(values: Tensor, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
+    """These rows of the values, the same tensor once for each part, filled so far."""
+    values_RW = values.new_empty(rows_R.numel(), values.shape[1])
+    for part in parts:
+        torch.index_select(values, 0, rows_R[part], out=values_RW[part])
+        yield values_RW
+
+
 def row_rates(rows_R: Tensor, cut: int, rates: tuple[float, float], dtype: torch.dtype) -> Tensor:
     """[R, 1]: the learning rate of each row, the first for rows < cut."""
     rate_R = torch.full(rows_R.shape, rates[1], dtype=dtype, device=rows_R.device)

@@ -4,6 +4,8 @@ A row that is not hit still moves under AdamW: it decays, and its momentum carri
 its moments and on the step they belong to, and is made up for when the row is next read (`missed.py`).
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
@@ -45,7 +47,7 @@ class CatchUpAdamW(GatheredAdamW):
         # A device other than a CPU would have to wait for the number of stale rows; it goes through them all.
         self._smallest = _smallest(eps, values.dtype)
         self._opened: tuple[Tensor, Tensor] | None = None
-        self._compiled = compiled_pass(_caught_up) if compiled else None
+        self._compiled = compiled_pass(_caught_up_) if compiled else None
         self._skips = values.device.type == "cpu"
 
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
@@ -53,23 +55,29 @@ class CatchUpAdamW(GatheredAdamW):
         if moments:
             self._settle_moments(*self._stale(self._last, rows_R))
 
-    def open(self, rows_R: Tensor) -> Tensor:
+    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
         steps_R = self._current.index_select(0, rows_R)
         missed = self._missed.since(steps_R.long(), self._kinds(rows_R))
+        values_RW = self.values.new_empty(rows_R.numel(), self.values.shape[1])
+        self._opened = rows_R, values_RW
+        for part in parts:
+            if rows_R[part].numel():
+                self._open_part(values_RW[part], rows_R[part], missed.part(part))
+            yield values_RW
+
+    def _open_part(self, values_RW: Tensor, rows_R: Tensor, missed: Missed) -> None:
         first, second = self.moments.first, self.moments.second
         constants = self.adamw.eps**0.5, self._smallest
         if self._compiled is not None:
-            any_count(rows_R, missed.coefficients_RN, missed.floor_R1, missed.shift_R1, missed.decay_R1)
-            values_RW: Tensor = self._compiled(self.values, first, second, rows_R, missed, *constants)
-        else:
-            values_RW = self.values.index_select(0, rows_R)
-            for part in self._blocks.parts(rows_R):
-                first_BW, second_BW, *buffers = self._blocks.buffers(rows_R[part], 5)
-                torch.index_select(first, 0, rows_R[part], out=first_BW)
-                torch.index_select(second, 0, rows_R[part], out=second_BW)
-                _catch_up_(values_RW[part], first_BW, second_BW, missed.part(part), buffers, *constants)
-        self._opened = rows_R, values_RW
-        return values_RW
+            any_count(values_RW, rows_R, missed.coefficients_RN, missed.floor_R1, missed.shift_R1, missed.decay_R1)
+            self._compiled(values_RW, self.values, first, second, rows_R, missed, *constants)
+            return
+        torch.index_select(self.values, 0, rows_R, out=values_RW)
+        for part in self._blocks.parts(rows_R):
+            first_BW, second_BW, *buffers = self._blocks.buffers(rows_R[part], 5)
+            torch.index_select(first, 0, rows_R[part], out=first_BW)
+            torch.index_select(second, 0, rows_R[part], out=second_BW)
+            _catch_up_(values_RW[part], first_BW, second_BW, missed.part(part), buffers, *constants)
 
     def opened(self, rows_R: Tensor) -> Tensor:
         assert self._opened is not None
@@ -226,7 +234,8 @@ def _catch_up_(
     values_BW.addcmul_(values_BW, missed.decay_R1).add_(sum_BW)
 
 
-def _caught_up(
+def _caught_up_(
+    out_RW: Tensor,
     values_SW: Tensor,
     first_SW: Tensor,
     second_SW: Tensor,
@@ -234,7 +243,7 @@ def _caught_up(
     missed: Missed,
     root_eps: float,
     smallest: float,
-) -> Tensor:
+) -> None:
     """The same, of rows to be gathered, as one expression for a compiler."""
     values_RW, first_RW, second_RW = values_SW[rows_R], first_SW[rows_R], second_SW[rows_R]
     inverse = 1 / (torch.sqrt(second_RW + smallest) + missed.floor_R1)
@@ -243,4 +252,4 @@ def _caught_up(
     total = highest
     for coefficient_R1 in reversed(lower):
         total = coefficient_R1 + total * z
-    return values_RW + (values_RW * missed.decay_R1 + total * first_RW * inverse)
+    out_RW.copy_(values_RW + (values_RW * missed.decay_R1 + total * first_RW * inverse))

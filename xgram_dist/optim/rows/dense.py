@@ -3,10 +3,13 @@
 It passes over the whole table four times a step (values, gradient, two moments) and keeps a gradient of its size.
 """
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 from xgram_dist.optim.rows.adamw import AdamW, Moments, adamw_
+from xgram_dist.optim.rows.blocks import gather_parts
 from xgram_dist.optim.rows.protocol import RowState
 
 
@@ -19,10 +22,11 @@ class DenseAdamW:
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
         """Rows are always up to date."""
 
-    def open(self, rows_R: Tensor) -> Tensor:
-        return self.values.index_select(0, rows_R)
+    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
+        return gather_parts(self.values, rows_R, parts)
 
-    opened = open
+    def opened(self, rows_R: Tensor) -> Tensor:
+        return self.values.index_select(0, rows_R)
 
     def close(self) -> None:
         """Nothing was begun."""

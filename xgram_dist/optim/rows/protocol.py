@@ -4,6 +4,7 @@ It owns the update of one tensor `values` [S, W], in place: S rows of this rank,
 R rows of a step, B rows of a block of them.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -27,11 +28,12 @@ class RowState:
 class RowOptimizer(Protocol):
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
         """Before these rows are read: bring values to what they are after all steps so far. With `moments`, the
-        optimizer's moments too (when no update follows). Rows are distinct and ascending."""
+        optimizer's moments too (when no update follows). Rows are distinct."""
 
-    def open(self, rows_R: Tensor) -> Tensor:
-        """The values of these rows after all steps so far, as a copy [R, W]. The next `update` is of this very tensor
-        of rows, unless `close` comes first: then nothing has happened."""
+    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
+        """The values of these rows after all steps so far, as a copy [R, W]: the same tensor once for each part,
+        filled so far. The next `update` is of this very tensor of rows, unless `close` comes first: then nothing has
+        happened."""
 
     def opened(self, rows_R: Tensor) -> Tensor:
         """What `open` gave for these rows, once more; not to be changed."""
@@ -40,7 +42,7 @@ class RowOptimizer(Protocol):
         """No update follows `open`."""
 
     def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float]) -> None:
-        """One optimizer step. rates: learning rate of rows < cut and of the others. Rows are distinct and ascending.
+        """One optimizer step. rates: learning rate of rows < cut and of the others. Rows are distinct.
         Every row settled without moments since the last update is among rows_R."""
 
     def nbytes(self) -> int:
