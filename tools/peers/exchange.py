@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--tables", type=int, default=20, help="tables (default 20)")
     parser.add_argument("--width", type=int, default=64, help="width of a row (default 64)")
     parser.add_argument("--warm", type=int, default=3, help="first steps that do not count (default 3)")
-    parser.add_argument("--plain-malloc", action="store_true", help="leave glibc's settings as they are")
+    parser.add_argument("--keep-memory", action="store_true", help="let glibc keep freed memory")
     args = parser.parse_args()
     if args.peer.startswith("torchrec") and find_spec("torchrec") is None:
         parser.error("torchrec is not installed beside this Python; README.md says how to make an environment")
@@ -56,7 +56,7 @@ def main() -> int:
         parser.error(f"{args.tokens} has {steps} steps, but --warm {args.warm} leaves none to count")
     if highest >= args.rows:
         parser.error(f"{args.tokens} has token {highest}, but tables have --rows {args.rows}")
-    if not args.plain_malloc:
+    if args.keep_memory:
         os.environ.update(KEEP_MEMORY)  # read by the ranks when they start
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         out = Path(folder) / "figures.json"
@@ -86,7 +86,7 @@ def _run_rank(rank: int, args: argparse.Namespace, ranks: int, port: int, out: P
             "versions": _versions(),
             "note": peer.note,
             "ranks": ranks,
-            "malloc": "plain" if args.plain_malloc else "keeps memory",
+            "malloc": "keeps memory" if args.keep_memory else "plain",
             "losses": [sum(step) / ranks for step in zip(*all_losses, strict=True)],
         }
         out.write_text(json.dumps(figures), encoding="utf-8")

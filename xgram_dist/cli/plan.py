@@ -399,4 +399,4 @@ def _print_policies(policies: list[dict[str, Any]], tokens: int) -> None:
             for balance in policies
         ],
     )
-    print(f"for a rank's step of {tokens:,} tokens; training places by token")
+    print(f"for a rank's step of {tokens:,} tokens; training places by bucket")
