@@ -7,8 +7,8 @@ W2      151,936 tokens in a 50 % table, 8 micro-batches a step: bytes that cross
 growth  W1 at width 16, and the same with 16 times the rows: the same tokens, spread over them.
 
 A measurement is a set of fresh processes; ours and the peers' take turns, round by round, and a ratio is of the
-medians of one round. Its median over rounds is the result. Peers are measured as they are installed and, since ours
-does so too, with a C library that keeps freed memory (KEPT), which makes some of them a third faster.
+medians of one round. Its median over rounds is the result. Peers are measured as they are installed; the fastest also
+with a C library that keeps freed memory, as ours has it.
 """
 
 import json
@@ -48,6 +48,8 @@ TOKENS = 8 * 512
 WARM = 10
 PEERS = ("raw", "torchrec", "torchrec-unique", "fsdp", "sparse-adam")
 KEPT = " (memory kept)"
+TWICE = ("raw", "torchrec", "torchrec-unique")
+"""Peers that are measured with memory kept, too: the others are far behind either way."""
 SLOW = {"fsdp": 4}
 """Steps of a round for peers that take seconds a step."""
 
@@ -186,7 +188,7 @@ def _peers_in(folder: Path | None) -> tuple[str, ...]:
         raise UserError(f"--peers '{folder}' has no exchange.py; give the folder tools/peers of the repository")
     installed = (folder / ".venv").exists()
     found = [name for name in PEERS if installed or not name.startswith("torchrec")]  # the others need torch alone
-    return tuple(name + kept for name in found for kept in ("", KEPT))
+    return tuple(name + kept for name in found for kept in (("", KEPT) if name in TWICE else ("",)))
 
 
 def run_w1(size: int, rounds: int, steps: int, peers: Path | None, progress: Progress) -> dict[str, Any]:
