@@ -6,7 +6,7 @@ import torch
 from ranks_helper import run_ranks
 
 STEPS = 20
-MICRO_BATCHES = 12
+SEQUENCES = 12
 SITES = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
 CASES = {
     "50 %": {},
@@ -41,6 +41,8 @@ def train(ranks, memory, dtype=torch.float64, steps=STEPS):
     from xgram_dist.train.step import train_step
 
     settings = tiny.config(memory=memory)
+    share = SEQUENCES // ranks.size
+    micro_batches = share if "KiB" in str(settings.memory.window) else next(n for n in (3, 2) if share % n == 0)
     lookup = build_lookup(settings, tiny.routing(settings), tiny.CPU, single_mesh(ranks))
     owned = store_of(lookup)
     for state in owned.states:
@@ -53,8 +55,8 @@ def train(ranks, memory, dtype=torch.float64, steps=STEPS):
     losses, norms = [], []
     for step in range(1, steps + 1):
         # Half the steps see few tokens, so that rows are left out for some steps and then hit again.
-        batch = tiny.tokens(settings, MICRO_BATCHES, 1, 10, seed=step) // (1 if step % 2 else 6)
-        mine = batch[ranks.rank * MICRO_BATCHES // ranks.size : (ranks.rank + 1) * MICRO_BATCHES // ranks.size]
+        batch = tiny.tokens(settings, SEQUENCES, 10, seed=step) // (1 if step % 2 else 6)
+        mine = batch.view(ranks.size, micro_batches, -1, 10)[ranks.rank]
         result = train_step(settings, lookup, optimizer, mine, lookup.plan(mine).result(), step)
         losses.append(float(result.loss))
         norms.append(float(result.gradient_norm))

@@ -37,8 +37,7 @@ class Peer(Protocol):
 
 
 class _HalfMeanSquare(torch.autograd.Function):
-    """The gradient is the vectors themselves over their number, and takes their place, so that the loss costs all peers
-    little."""
+    """The gradient is the vectors themselves over their number: one pass, so that the loss costs all peers little."""
 
     @staticmethod
     def forward(ctx: Any, vectors: Tensor, numbers: int) -> Tensor:
@@ -49,7 +48,7 @@ class _HalfMeanSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
         (vectors,) = ctx.saved_tensors
-        return vectors.mul_(gradients[0] / ctx.numbers), None
+        return vectors * (gradients[0] / ctx.numbers), None
 
 
 def half_mean_square(parts: Sequence[Tensor]) -> Tensor:

@@ -131,7 +131,7 @@ def step_times(ranks: Ranks, file: str, rows: int, width: int, optimizer: str) -
 
 
 class _HalfMeanSquare(torch.autograd.Function):
-    """As the peers have it: the gradient takes the place of the vectors, so that the loss costs all sides little."""
+    """As the peers have it: one pass, so that the loss costs all sides little."""
 
     @staticmethod
     def forward(ctx: Any, vectors: torch.Tensor, numbers: int) -> torch.Tensor:
@@ -142,7 +142,7 @@ class _HalfMeanSquare(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[torch.Tensor, None]:
         (vectors,) = ctx.saved_tensors
-        return vectors.mul_(gradients[0] / ctx.numbers), None
+        return vectors * (gradients[0] / ctx.numbers), None
 
 
 def _lookup(working: WorkingSet) -> float:
