@@ -175,8 +175,10 @@ def _peer(folder: Path, name: str, file: str) -> dict[str, Any]:
     command += ["--peer", name.removesuffix(KEPT), *(["--keep-memory"] if name.endswith(KEPT) else [])]
     command += ["--tokens", file, "--rows", str(ROWS), "--tables", str(LAYERS * VIEWS), "--width", str(WIDTH)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:  # some, once in a hundred times, fall over each other when they end
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"peer '{name}' failed; its last words: {done.stderr.strip().splitlines()[-1:]}")
+        raise UserError(f"peer '{name}' failed twice; its last words: {done.stderr.strip().splitlines()[-1:]}")
     figures: dict[str, Any] = json.loads(done.stdout.strip().splitlines()[-1])
     return figures
 
