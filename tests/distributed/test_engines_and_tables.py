@@ -16,25 +16,25 @@ ENGINES = {
 METHODS = ("xgram", "vanilla")
 
 
-def settings_of(parallel, method):
+def settings_of(parallel, method, optimizer="catch_up"):
     import tiny_models as tiny
 
     sites = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
     return tiny.config(
         model={"layers": 2, "heads": 4, "kv_heads": 4},
-        memory={"method": method, "sites": sites, "optimizer": "catch_up"},
+        memory={"method": method, "sites": sites, "optimizer": optimizer},
         optimizer={"clip_norm": 0.3, "eps": 1e-5},
         parallel=parallel,
         train={"micro_batch": 1, "global_batch": SEQUENCES, "steps": 100},
     )
 
 
-def run(ranks, parallel, method):
+def run(ranks, parallel, method, optimizer="catch_up"):
     import tiny_models as tiny
 
     from xgram_dist.model.build import build_lookup
 
-    config = settings_of(parallel, method)
+    config = settings_of(parallel, method, optimizer)
     return follow(
         ranks,
         config,
@@ -45,7 +45,7 @@ def run(ranks, parallel, method):
 
 
 def run_cases(ranks, cases):
-    return [run(ranks, parallel, method) for parallel, method in cases]
+    return [run(ranks, *case) for case in cases]
 
 
 @pytest.fixture(scope="module")
@@ -75,3 +75,12 @@ def test_every_engine_and_tensor_degree_follows_the_run_of_one_process(one_proce
             assert min(expected[1]) > 0.3  # clipping is at work in every step
             np.testing.assert_allclose(losses, expected[0], rtol=1e-4, err_msg=name)
             np.testing.assert_allclose(norms, expected[1], rtol=1e-5, err_msg=name)
+
+
+def test_adagrad_has_one_number_for_a_row_whose_columns_lie_with_several_ranks():
+    from xgram_dist.parallel.ranks import Ranks
+
+    losses, norms = run(Ranks(), {"engine": "replicated"}, "xgram", "adagrad")
+    for of_rank in run_ranks(run, 2, {"engine": "replicated", "tensor": 2}, "xgram", "adagrad"):
+        np.testing.assert_allclose(of_rank[0], losses, rtol=1e-4)
+        np.testing.assert_allclose(of_rank[1], norms, rtol=1e-5)

@@ -101,11 +101,6 @@ def _check_parallel(config: Config) -> None:
                 f"parallel.{key} = {value} is of parallel.engine = {engine}, but the recipe has {parallel.engine}; "
                 f"take it out or change the engine"
             )
-    if config.memory.optimizer == "adagrad" and parallel.tensor > 1:
-        raise UserError(
-            "memory.optimizer = adagrad keeps one number for a whole row, but parallel.tensor cuts rows; take "
-            "memory.optimizer=auto or parallel.tensor=1"
-        )
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
 

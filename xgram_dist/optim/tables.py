@@ -18,6 +18,7 @@ from xgram_dist.optim.rows.dense import DenseAdamW
 from xgram_dist.optim.rows.lazy import LazyAdamW
 from xgram_dist.optim.rows.protocol import RowOptimizer
 from xgram_dist.optim.schedule import learning_rate, table_multipliers, warmup_factor
+from xgram_dist.parallel.ranks import Ranks
 
 DENSE_FROM = 0.1
 """Share of rows hit in a step from which a sweep over all rows is the faster exact AdamW (docs/design.md)."""
@@ -43,16 +44,25 @@ class TableOptimizer:
             self._multipliers.append((vip, body))
             cut = store.vip_rows if vip != body else 0
             two = vip != body and store.has_vip
-            rows = self._make(state.rows, cut, decay, state.widths, two)
+            rows = self._make(state.rows, cut, decay, state.widths, two, state.tensor)
             gates = None if state.gates is None else self._make(state.gates, 0, 0.0, [1] * state.gates.shape[1], False)
             self.rows.append(rows)
             self.gates.append(gates)
             _attach(state, rows, gates)
 
-    def _make(self, values: Tensor, cut: int, decay: float, widths: list[int], two_rates: bool) -> RowOptimizer:
+    def _make(
+        self,
+        values: Tensor,
+        cut: int,
+        decay: float,
+        widths: list[int],
+        two_rates: bool,
+        columns: Ranks | None = None,
+    ) -> RowOptimizer:
+        """`columns`: who holds other columns of the same rows."""
         optimizer = self.config.optimizer
         if self.kind == "adagrad":
-            return RowAdagrad(values, cut, widths, optimizer.eps, decay)
+            return RowAdagrad(values, cut, widths, optimizer.eps, decay, columns)
         settings = values, cut, optimizer.betas, optimizer.eps, decay
         if self.kind == "catch_up":
             return CatchUpAdamW(*settings, two_rates=two_rates, compiled=self.config.train.compile)

@@ -150,7 +150,7 @@ def plan_exchange(
     placement = plan_placement(routing, num_rows, ranks)
     owners = _owners(config, routing, placement)
     vectors = np.array([o.vectors(step.seen) for o in owners])
-    balance = _balance("token", owners, step)
+    balance = _balance(placement.policy, owners, step)
     off_rank = (1 - 1 / ranks) * vectors
     elsewhere = np.array([o.elsewhere(step.seen) for o in owners])
     distinct_rows = np.array([_distinct_rows(step, routing, slab) for slab in slabs])

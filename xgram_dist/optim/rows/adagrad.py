@@ -11,12 +11,23 @@ from torch import Tensor
 
 from xgram_dist.optim.rows.blocks import Blocks, gather_parts, row_rates
 from xgram_dist.optim.rows.protocol import RowState
+from xgram_dist.parallel.ranks import Ranks
 
 
 class RowAdagrad:
-    def __init__(self, values: Tensor, cut: int, widths: list[int], eps: float, weight_decay: float):
+    def __init__(
+        self,
+        values: Tensor,
+        cut: int,
+        widths: list[int],
+        eps: float,
+        weight_decay: float,
+        columns: Ranks | None = None,
+    ):
+        """`columns`: who holds other columns of the same rows, as many of each table."""
         assert sum(widths) == values.shape[1], (widths, values.shape)
         self.values, self.cut, self.widths = values, cut, widths
+        self._columns = columns or Ranks()
         self.eps, self.weight_decay = eps, weight_decay
         self.accumulator = values.new_zeros(values.shape[0], len(widths))
         self._blocks = Blocks(values)
@@ -35,12 +46,13 @@ class RowAdagrad:
 
     def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float]) -> None:
         rate_R1 = row_rates(rows_R, self.cut, rates, self.values.dtype)
+        norms = [torch.linalg.vector_norm(piece, dim=1) for piece in gradient_RW.split(self.widths, dim=1)]
+        squares_RJ = self._columns.all_reduce_sum(torch.stack(norms, dim=1).square_())
+        squares_RJ.div_(torch.tensor(self.widths, device=rows_R.device) * self._columns.size)
+        self.accumulator.index_add_(0, rows_R, squares_RJ)
         for part in self._blocks.parts(rows_R):
             rows_B, rate_B1, pieces = rows_R[part], rate_R1[part], gradient_RW[part].split(self.widths, dim=1)
             move_BW, values_BW = self._blocks.buffers(rows_B, 2)
-            squares_BJ = torch.stack([torch.linalg.vector_norm(piece, dim=1) for piece in pieces], dim=1).square_()
-            squares_BJ.div_(torch.tensor(self.widths, device=rows_B.device))
-            self.accumulator.index_add_(0, rows_B, squares_BJ)
             step_BJ = rate_B1 / self.accumulator.index_select(0, rows_B).sqrt_().add_(self.eps)
             for j, (move, piece) in enumerate(zip(move_BW.split(self.widths, dim=1), pieces, strict=True)):
                 torch.mul(piece, -step_BJ[:, j : j + 1], out=move)
