@@ -29,6 +29,7 @@ from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.store import SlabState, Store
 from xgram_dist.memory.windows import WindowRule
 from xgram_dist.memory.working_set import Lookup, WorkingSet
+from xgram_dist.parallel.device import step_aside
 from xgram_dist.parallel.mesh import Mesh, single_mesh
 
 
@@ -66,7 +67,7 @@ class Tables:
             keys_of,
         )
         self.wire = torch.bfloat16 if config.memory.wire == "bf16" else None
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan")
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan", initializer=step_aside)
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
         return self._thread.submit(self._plan, tokens, whole)

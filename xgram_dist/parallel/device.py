@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import os
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,12 @@ def large_pages(tensor: Tensor) -> Tensor:
             madvise = ctypes.CDLL("libc.so.6").madvise
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
     return tensor
+
+
+def step_aside() -> None:
+    """Let this thread run when others have nothing to do: what it works on is not needed yet."""
+    with contextlib.suppress(OSError, AttributeError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
