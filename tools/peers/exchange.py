@@ -45,7 +45,7 @@ def main() -> int:
     parser.add_argument("--tables", type=int, default=20, help="tables (default 20)")
     parser.add_argument("--width", type=int, default=64, help="width of a row (default 64)")
     parser.add_argument("--warm", type=int, default=3, help="first steps that do not count (default 3)")
-    parser.add_argument("--keep-memory", action="store_true", help="let glibc keep freed memory")
+    parser.add_argument("--tuned", action="store_true", help="glibc keeps freed memory, ranks keep to their cores")
     args = parser.parse_args()
     if args.peer.startswith("torchrec") and find_spec("torchrec") is None:
         parser.error("torchrec is not installed beside this Python; README.md says how to make an environment")
@@ -56,7 +56,7 @@ def main() -> int:
         parser.error(f"{args.tokens} has {steps} steps, but --warm {args.warm} leaves none to count")
     if highest >= args.rows:
         parser.error(f"{args.tokens} has token {highest}, but tables have --rows {args.rows}")
-    if args.keep_memory:
+    if args.tuned:
         os.environ.update(KEEP_MEMORY)  # read by the ranks when they start
     with tempfile.TemporaryDirectory(prefix="peers-") as folder:
         out = Path(folder) / "figures.json"
@@ -67,7 +67,11 @@ def main() -> int:
 
 def _run_rank(rank: int, args: argparse.Namespace, ranks: int, port: int, out: Path) -> None:
     os.dup2(2, 1)  # what libraries print goes to stderr: stdout is for the figures alone
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // ranks))
+    cores = sorted(os.sched_getaffinity(0))
+    torch.set_num_threads(max(1, len(cores) // ranks))
+    if args.tuned:
+        first = rank * len(cores) // ranks
+        os.sched_setaffinity(0, cores[first : max(first + 1, (rank + 1) * len(cores) // ranks)])
     torch.manual_seed(rank)
     dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=ranks)
     with np.load(args.tokens) as file:
@@ -86,7 +90,7 @@ def _run_rank(rank: int, args: argparse.Namespace, ranks: int, port: int, out: P
             "versions": _versions(),
             "note": peer.note,
             "ranks": ranks,
-            "malloc": "keeps memory" if args.keep_memory else "plain",
+            "tuned": args.tuned,
             "losses": [sum(step) / ranks for step in zip(*all_losses, strict=True)],
         }
         out.write_text(json.dumps(figures), encoding="utf-8")

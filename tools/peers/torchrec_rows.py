@@ -18,7 +18,7 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from workload import EPSILON, INITIAL, LEARNING_RATE, Workload, half_mean_square
+from workload import EPSILON, INITIAL, LEARNING_RATE, Workload, half_mean_square, half_mean_square_of
 
 
 class AsShipped:
@@ -52,7 +52,7 @@ class UniqueByHand:
     def step(self, ready: Tensor) -> Tensor:
         distinct, inverse = torch.unique(ready, return_inverse=True)
         vectors = self.model(_one_id_a_sample(["table"], distinct))["table"].values()
-        loss = half_mean_square([vectors.index_select(0, inverse)])
+        loss = half_mean_square_of(vectors, inverse)
         loss.backward()
         return loss.detach()
 

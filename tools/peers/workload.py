@@ -51,8 +51,19 @@ class _HalfMeanSquare(torch.autograd.Function):
         return vectors * (gradients[0] / ctx.numbers), None
 
 
+@torch.compile(dynamic=True)
 def half_mean_square(parts: Sequence[Tensor]) -> Tensor:
     """0.5 * mean square over all parts together."""
+    return _half_mean_square(parts)
+
+
+@torch.compile(dynamic=True)
+def half_mean_square_of(vectors: Tensor, index: Tensor) -> Tensor:
+    """The same of some vectors, each as often as it is named."""
+    return _half_mean_square([vectors.index_select(0, index)])
+
+
+def _half_mean_square(parts: Sequence[Tensor]) -> Tensor:
     numbers = sum(part.numel() for part in parts)
     losses = [_HalfMeanSquare.apply(part, numbers) for part in parts]
     return torch.stack(losses).sum()

@@ -47,7 +47,7 @@ ROWS, LAYERS, VIEWS, WIDTH = 75_968, 10, 2, 64
 TOKENS = 8 * 512
 WARM = 10
 PEERS = ("raw", "torchrec", "torchrec-unique", "fsdp", "sparse-adam")
-KEPT = " (memory kept)"
+TUNED = " (tuned)"
 TWICE = ("raw", "torchrec", "torchrec-unique")
 """Peers that are measured with memory kept, too: the others are far behind either way."""
 SLOW = {"fsdp": 4}
@@ -145,11 +145,18 @@ class _HalfMeanSquare(torch.autograd.Function):
         return vectors * (gradients[0] / ctx.numbers), None
 
 
+@torch.compile
+def _network(slots: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    vectors = F.embedding(slots, leaf)
+    loss: torch.Tensor = _HalfMeanSquare.apply(vectors, vectors.numel())  # type: ignore[no-untyped-call]
+    return loss
+
+
 def _lookup(working: WorkingSet) -> float:
     """All tables at once: they lie side by side in the working set, as they do for the peer with one wide table."""
     leaf = working.slabs[0].requires_grad_()
-    vectors = F.embedding(working.slots, leaf)
-    loss = _HalfMeanSquare.apply(vectors, vectors.numel())  # type: ignore[no-untyped-call]
+    torch._dynamo.maybe_mark_dynamic(leaf, 0)
+    loss = _network(working.slots, leaf)
     loss.backward()
     return float(loss.detach())
 
@@ -172,7 +179,7 @@ def _ours(size: int, file: str, rows: int, width: int, optimizer: str = "catch_u
 def _peer(folder: Path, name: str, file: str) -> dict[str, Any]:
     own = folder / ".venv" / "bin" / "python"
     command = [str(own) if own.exists() else sys.executable, str(folder / "exchange.py")]
-    command += ["--peer", name.removesuffix(KEPT), *(["--keep-memory"] if name.endswith(KEPT) else [])]
+    command += ["--peer", name.removesuffix(TUNED), *(["--tuned"] if name.endswith(TUNED) else [])]
     command += ["--tokens", file, "--rows", str(ROWS), "--tables", str(LAYERS * VIEWS), "--width", str(WIDTH)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:  # some, once in a hundred times, fall over each other when they end
@@ -190,7 +197,7 @@ def _peers_in(folder: Path | None) -> tuple[str, ...]:
         raise UserError(f"--peers '{folder}' has no exchange.py; give the folder tools/peers of the repository")
     installed = (folder / ".venv").exists()
     found = [name for name in PEERS if installed or not name.startswith("torchrec")]  # the others need torch alone
-    return tuple(name + kept for name in found for kept in (("", KEPT) if name in TWICE else ("",)))
+    return tuple(name + kept for name in found for kept in (("", TUNED) if name in TWICE else ("",)))
 
 
 def run_w1(size: int, rounds: int, steps: int, peers: Path | None, progress: Progress) -> dict[str, Any]:
@@ -207,7 +214,7 @@ def run_w1(size: int, rounds: int, steps: int, peers: Path | None, progress: Pro
             medians["ours"].append(statistics.median(last["ms"]))
             progress.update()
             for name in names:
-                count = SLOW.get(name.removesuffix(KEPT), steps)
+                count = SLOW.get(name.removesuffix(TUNED), steps)
                 figures = _peer(peers, name, files[count])  # type: ignore[arg-type]
                 medians[name].append(statistics.median(figures["ms"]))
                 progress.update()

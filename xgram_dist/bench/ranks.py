@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from xgram_dist.parallel.cores import bind, cores_of
 from xgram_dist.parallel.device import keep_host_memory
 from xgram_dist.parallel.ranks import Ranks, join_ranks
 
@@ -29,7 +30,9 @@ def _run(
     rank: int, function: Callable[..., Any], size: int, port: int, folder: str, arguments: tuple[Any, ...]
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // size))
+    cores = cores_of(rank, size)
+    bind(0, cores)
+    torch.set_num_threads(max(1, len(cores)))
     keep_host_memory()
     ranks: Ranks = join_ranks(torch.device("cpu"))
     result = function(ranks, *arguments)
