@@ -10,6 +10,9 @@ index tensors, on the device, and message sizes, on the host: fetching and retur
 
 A token whose rows lie with several owners is asked of each; the reader adds up what they send, in that order. Where
 keys are not tokens but hashed n-grams, a position has several, each the number of a row; the rest is the same.
+
+Where a vector is a row as it stands (no hashing), a rank's own need not be copied: the working set begins with all rows
+that are read here, whoever reads them ("in place"). So it holds some keys that no position of this rank has.
 Shapes: U distinct tokens of a window, P (token, owner) pairs of a slab, Q tokens asked of this owner, N accesses.
 """
 
@@ -41,6 +44,8 @@ class SlabPlan:
     """Vectors this rank asks of each owner, itself among them."""
     answered: list[int]
     """Vectors this owner sends to each rank."""
+    own: int
+    """Vectors that come first and are made here; the others' follow."""
     key_P: Tensor | None
     """The distinct token of each vector asked for; None: they come in the order of the tokens, one each."""
     by_key_P: Tensor | None
@@ -65,9 +70,10 @@ class Window:
     slots: Tensor
     """For each token, its row in the working set; or its rows, along one more axis."""
     distinct: int
+    """Distinct tokens of this rank."""
     slabs: list[SlabPlan]
     keys: Integers = field(default_factory=lambda: np.empty(0, np.int64))
-    """Distinct tokens, in the order of the working set's rows; stays in host memory."""
+    """The token of each of the working set's rows: distinct; stays in host memory."""
 
 
 class RowMap:
@@ -150,13 +156,17 @@ class Planner:
         ranks: Ranks,
         devices: tuple[torch.device, torch.device],
         keys_of: Callable[[Integers], Integers] | None = None,
+        in_place: bool = False,
     ):
         """`vocabulary`: how many keys there are. `devices`: where the working set lives, and where the rows do.
-        `keys_of`: the keys of each token; without it, the token itself."""
+        `keys_of`: the keys of each token; without it, the token itself. `in_place`: vectors that are rows stay where
+        they are read."""
         self.ranks, self.rule, self._keys_of = ranks, rule, keys_of
         self._order = OwnerOrder(ranks)
         self.device, self.store_device = devices
         self.maps = [RowMap(routing, slab.view, placement, ranks.rank) if routing else None for slab in slabs]
+        assert not in_place or len(slabs) == 1, slabs
+        self._in_place = in_place and routing is None
         self._rows = len(placement.rows_of(ranks.rank))
         self._numbers: TokenNumbers | RowNumbers
         if keys_of is None and routing is not None:
@@ -179,7 +189,8 @@ class Planner:
         answered, wanted = self._exchange_ids(keys, pairs, asked)
         windows = []
         rank = self.ranks.rank
-        accesses = [[self._accesses(s, wanted[w][s], int(asked[w, s, rank])) for s in slabs] for w in range(len(keys))]
+        read = [[self._accesses(s, wanted[w][s], int(asked[w, s, rank])) for s in slabs] for w in range(len(keys))]
+        accesses = [[one for one, _ in of_slab] for of_slab in read]
         union = [self._union([of_slab[s] for of_slab in accesses]) for s in slabs]
         for w, part in enumerate(slices):
             plans = []
@@ -190,6 +201,7 @@ class Planner:
                     SlabPlan(
                         asked=asked[w, s].tolist(),
                         answered=answered[w, s].tolist(),
+                        own=accesses[w][s].touched_R.numel() if self._in_place else int(asked[w, s, rank]),
                         key_P=key_P,
                         by_key_P=by_key_P,
                         key_starts_U=starts_U,
@@ -199,8 +211,10 @@ class Planner:
                         off_rank=self._off_rank(pairs[w][s]),
                     )
                 )
-            slots = to_device(torch.from_numpy(found[w][1]), self.device)
-            windows.append(Window(part, slots, len(keys[w]), plans, keys[w]))
+            slots, of_rows = found[w][1], keys[w]
+            if self._in_place:
+                slots, of_rows = self._among_rows(slots, of_rows, *read[w][0])
+            windows.append(Window(part, to_device(torch.from_numpy(slots), self.device), len(keys[w]), plans, of_rows))
         return windows
 
     def _exchange_ids(
@@ -231,16 +245,30 @@ class Planner:
         ]
         return np.moveaxis(from_rank, 0, 2), wanted
 
-    def _accesses(self, slab: int, keys_Q: Integers, own: int) -> Accesses:
+    def _accesses(self, slab: int, keys_Q: Integers, own: int) -> tuple[Accesses, "Touched"]:
         """The accesses of these tokens to rows owned here; this rank itself asks for the first `own`."""
         row_map = self.maps[slab]
         if row_map is None:
-            return make_accesses(keys_Q // self.ranks.size, None, None, own, self._of_rows, self.store_device)
+            rows_Q = keys_Q // self.ranks.size
+            touched = Touched(rows_Q, own, self._of_rows)
+            if self._in_place:
+                return make_accesses_in_place(touched, self.store_device), touched
+            return make_accesses(touched, None, None, own, self.store_device), touched
         start = row_map.offsets[keys_Q]
         counts = row_map.offsets[keys_Q + 1] - start
         _, entry_N = _expand(start, counts)
-        rows_N, coefficients_N = row_map.rows[entry_N], row_map.coefficients[entry_N]
-        return make_accesses(rows_N, counts, coefficients_N, own, self._of_rows, self.store_device)
+        touched = Touched(row_map.rows[entry_N], int(counts[:own].sum()), self._of_rows)
+        return make_accesses(touched, counts, row_map.coefficients[entry_N], own, self.store_device), touched
+
+    def _among_rows(
+        self, index: Integers, keys_U: Integers, accesses: Accesses, touched: "Touched"
+    ) -> tuple[Integers, Integers]:
+        """Places among the distinct tokens -> places in a working set that begins with the rows read here; and the
+        tokens of that."""
+        own, rows = touched.of_own, len(touched.rows_R)
+        slot_U = np.concatenate((touched.place_N[:own], rows + np.arange(len(keys_U) - own)))
+        here_R = touched.rows_R * self.ranks.size + self.ranks.rank
+        return slot_U[index], np.concatenate((here_R, keys_U[own:]))
 
     def _union(self, accesses: list[Accesses]) -> tuple[Tensor, list[Tensor | None]]:
         """The rows of all windows, and where each window's rows are among them."""
@@ -266,24 +294,32 @@ class Planner:
         return to_device(torch.from_numpy(array), self.store_device)
 
 
+class Touched:
+    """The distinct rows of some accesses: first those that others ask for, then the rest, both ascending."""
+
+    def __init__(self, rows_N: Integers, of_own: int, distinct: "Distinct"):
+        """This rank itself makes the first `of_own` accesses."""
+        rows_R, place_N = distinct(rows_N)
+        for_others_R = np.zeros(len(rows_R), dtype=bool)
+        for_others_R[place_N[of_own:]] = True
+        order_R = np.concatenate((np.flatnonzero(for_others_R), np.flatnonzero(~for_others_R)))
+        self.of_own, self.for_others = of_own, int(for_others_R.sum())
+        self.rows_R: Integers = rows_R[order_R]
+        self.place_N: Integers = np.argsort(order_R)[place_N]
+        """Of each access, among them."""
+
+
 def make_accesses(
-    rows_N: Integers,
+    touched: Touched,
     counts_Q: Integers | None,
     coefficients_N: NDArray[Any] | None,
     own: int,
-    distinct: "Distinct",
     device: torch.device,
 ) -> Accesses:
     """Accesses given token by token, as `counts_Q` of each token; without counts, one a token. This rank itself asks
     for the first `own` tokens."""
-    of_own = own if counts_Q is None else int(counts_Q[:own].sum())  # accesses
-    touched_R, place_N = distinct(rows_N)
-    for_others_R = np.zeros(len(touched_R), dtype=bool)
-    for_others_R[place_N[of_own:]] = True
-    order_R = np.concatenate((np.flatnonzero(for_others_R), np.flatnonzero(~for_others_R)))
-    touched_R, place_N = touched_R[order_R], np.argsort(order_R)[place_N]
-    by_row_N = np.argsort(place_N, kind="stable")
-    readers_R = np.bincount(place_N, minlength=len(touched_R))
+    place_N, of_own = touched.place_N, touched.of_own
+    by_row_N, starts_R = _by_row(place_N, len(touched.rows_R))
     token_N = None if counts_Q is None else np.repeat(np.arange(len(counts_Q)), counts_Q)
 
     def place(array: NDArray[Any]) -> Tensor:
@@ -291,23 +327,52 @@ def make_accesses(
 
     def reads(tokens: slice, accesses: slice) -> Reads:
         of_Q = None if counts_Q is None else counts_Q[tokens]
-        in_order = of_Q is None and np.array_equal(place_N[accesses], np.arange(len(place_N[accesses])))
         return Reads(
             count=len(place_N[accesses]) if of_Q is None else len(of_Q),
-            place_N=None if in_order else place(place_N[accesses]),
+            place_N=None if of_Q is None and _in_order(place_N[accesses]) else place(place_N[accesses]),
             starts_Q=None if of_Q is None else place(np.cumsum(of_Q) - of_Q),
             coefficients_N=None if coefficients_N is None else place(coefficients_N[accesses]),
         )
 
     return Accesses(
-        touched_R=place(touched_R),
-        for_others=int(for_others_R.sum()),
+        touched_R=place(touched.rows_R),
+        for_others=touched.for_others,
         others=reads(slice(own, None), slice(of_own, None)),
         own=reads(slice(own), slice(of_own)),
         by_row_N=place(by_row_N if token_N is None else token_N[by_row_N]),
-        row_starts_R=place(np.cumsum(readers_R) - readers_R),
+        row_starts_R=place(starts_R),
         row_coefficients_N=None if coefficients_N is None else place(coefficients_N[by_row_N]),
     )
+
+
+def make_accesses_in_place(touched: Touched, device: torch.device) -> Accesses:
+    """The same where a token reads one row, and this rank reads its own where they are."""
+    place_N = touched.place_N[touched.of_own :]
+    by_row_N, starts_R = _by_row(place_N, touched.for_others)
+    in_order = _in_order(place_N)
+
+    def place(array: NDArray[Any]) -> Tensor:
+        return to_device(torch.from_numpy(array), device)
+
+    return Accesses(
+        touched_R=place(touched.rows_R),
+        for_others=touched.for_others,
+        others=Reads(len(place_N), None if in_order else place(place_N), None, None),
+        own=None,
+        by_row_N=None if in_order else place(by_row_N),
+        row_starts_R=place(starts_R),
+        row_coefficients_N=None,
+    )
+
+
+def _by_row(place_N: Integers, rows: int) -> tuple[Integers, Integers]:
+    """(accesses row by row, the first of them for each row)."""
+    readers_R = np.bincount(place_N, minlength=rows)
+    return np.argsort(place_N, kind="stable"), np.cumsum(readers_R) - readers_R
+
+
+def _in_order(place_N: Integers) -> bool:
+    return np.array_equal(place_N, np.arange(len(place_N)))
 
 
 SORTED_FROM = 96

@@ -39,9 +39,11 @@ class Accesses:
     for_others: int
     """How many of them others ask for."""
     others: Reads
-    own: Reads
-    by_row_N: Tensor
-    """All accesses row by row: the token of each, in the order of the tokens."""
+    own: Reads | None
+    """None: this rank reads its rows where they are."""
+    by_row_N: Tensor | None
+    """All accesses row by row: the token of each, in the order of the tokens. Where this rank reads its rows where they
+    are, those of the others alone; None then: the tokens are in the order of the rows, one each."""
     row_starts_R: Tensor
     """First of them for each row."""
     row_coefficients_N: Tensor | None
@@ -79,6 +81,8 @@ class RowGradient:
     touched: Tensor
     rows: Tensor
     gates: Tensor | None
+    factor: float = 1.0
+    """Of both: the gradient is so many times what they hold. Multiplied where they are read next."""
 
 
 def give_back(
@@ -86,16 +90,11 @@ def give_back(
     rows_of: Callable[[], tuple[Tensor, Tensor]] | None,
     accesses: Accesses,
     widths: list[int],
-    mean_over: int = 1,
 ) -> RowGradient:
     """The gradient of `retrieve`'s output as the gradient of the rows and gates that were read. `rows_of`: where there
-    are gates, the rows and gates that `retrieve` was given. `mean_over`: ranks, over whose losses the run's is the
-    mean."""
-    weights_N = accesses.row_coefficients_N
-    if mean_over > 1:  # with the sum, instead of in a pass of its own
-        ones_N = torch.ones_like(accesses.by_row_N) if weights_N is None else weights_N
-        weights_N = ones_N.to(grads_QW.dtype) / mean_over
-    rows_RW = segment_sums(grads_QW, accesses.by_row_N, accesses.row_starts_R, weights_N)
+    are gates, the rows and gates that `retrieve` was given."""
+    assert accesses.by_row_N is not None
+    rows_RW = segment_sums(grads_QW, accesses.by_row_N, accesses.row_starts_R, accesses.row_coefficients_N)
     if rows_of is None:
         return RowGradient(accesses.touched_R, rows_RW, None)
     read_RW, gates_RJ = rows_of()
@@ -103,6 +102,14 @@ def give_back(
     pairs = zip(read_RW.split(widths, dim=1), rows_RW.split(widths, dim=1), strict=True)
     inner_RJ = torch.stack([(read * gradient).sum(1) for read, gradient in pairs], dim=1)
     return RowGradient(accesses.touched_R, rows_RW, inner_RJ * (1 - torch.sigmoid(gates_RJ)))
+
+
+def give_back_in_place(own_RW: Tensor, others_QW: Tensor, accesses: Accesses) -> RowGradient:
+    """The same where this rank reads its rows where they are: the others' gradients are added to its own."""
+    if accesses.by_row_N is not None:
+        others_QW = segment_sums(others_QW, accesses.by_row_N, accesses.row_starts_R, None)
+    own_RW[: accesses.for_others].add_(others_QW)
+    return RowGradient(accesses.touched_R, own_RW, None)
 
 
 def segment_sums(values: Tensor, index_N: Tensor, starts: Tensor, coefficients_N: Tensor | None) -> Tensor:

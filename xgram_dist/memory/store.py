@@ -6,7 +6,6 @@ what there is. Rows an optimizer is behind with are brought up to date before th
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -16,7 +15,14 @@ from xgram_dist.memory.initial import initial_rows
 from xgram_dist.memory.layout import Slab, plan_slabs
 from xgram_dist.memory.placement import Placement
 from xgram_dist.memory.plan import SlabPlan
-from xgram_dist.memory.retrieval import RowGradient, give_back, retrieve, retrieve_into, scale_rows
+from xgram_dist.memory.retrieval import (
+    RowGradient,
+    give_back,
+    give_back_in_place,
+    retrieve,
+    retrieve_into,
+    scale_rows,
+)
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.parallel.device import large_pages
 from xgram_dist.parallel.mesh import Mesh
@@ -42,9 +48,9 @@ class SlabState:
     settle: Callable[[Tensor, bool], None] = lambda rows, moments: None
     """Set by the optimizer: bring these rows up to date (and its moments, where no update follows)."""
     settle_all: Callable[[], None] = lambda: None
-    opening: Callable[[Tensor, list[slice]], Iterator[tuple[Tensor, Tensor | None]]] | None = None
-    """Set by the optimizer: rows and gates up to date, as copies, the same ones once for each part, filled so far; it
-    may keep them for the update."""
+    opening: Callable[[Tensor, list[slice], Tensor, Tensor | None], Iterator[None]] | None = None
+    """Set by the optimizer: rows and gates up to date, as copies in the memory given, part after part; it may keep them
+    for the update."""
     opened: Callable[[Tensor], tuple[Tensor, Tensor | None]] | None = None
     """Set by the optimizer: what `opening` gave, once more."""
 
@@ -60,33 +66,40 @@ class SlabState:
         """One vector [Q, W] for each token asked of this owner. First those for the other ranks; resumed when these are
         on their way, those for this rank, in the memory given, from rows that were not needed before."""
         accesses = plan.accesses
-        parts = [slice(0, accesses.for_others), slice(accesses.for_others, accesses.touched_R.numel())]
+        rows_R = accesses.touched_R
+        parts = [slice(0, accesses.for_others), slice(accesses.for_others, rows_R.numel())]
         update_follows = training and plan.place_R is None  # of these very rows
         if not update_follows:
-            self.settle(accesses.touched_R, not training)
+            self.settle(rows_R, not training)
         opening = self.opening if update_follows and self.opening is not None else self._gather_parts
-        scaled_RW: Tensor | None = None
-        for part, reads, (rows_RW, gates_RJ) in zip(
-            parts, (accesses.others, accesses.own), opening(accesses.touched_R, parts), strict=True
-        ):
-            if gates_RJ is None:
-                scaled_RW = rows_RW
-            else:
-                scaled_RW = torch.empty_like(rows_RW) if scaled_RW is None else scaled_RW
+        rows_RW = own_QW if accesses.own is None else self.rows.new_empty(rows_R.numel(), self.rows.shape[1])
+        gates_RJ = None if self.gates is None else self.gates.new_empty(rows_R.numel(), self.gates.shape[1])
+        scaled_RW = rows_RW if gates_RJ is None else torch.empty_like(rows_RW)
+        filled = opening(rows_R, parts, rows_RW, gates_RJ)
+        for part, reads in zip(parts, (accesses.others, accesses.own), strict=True):
+            next(filled)
+            if gates_RJ is not None:
                 scale_rows(scaled_RW[part], rows_RW[part], gates_RJ[part], self.widths)
             if reads is accesses.others:
                 yield retrieve(scaled_RW, reads)
-            else:
+            elif reads is not None:
                 retrieve_into(own_QW, scaled_RW, reads)
 
-    def _gather_parts(self, rows_R: Tensor, parts: list[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        yield from repeat(self._gather(rows_R), len(parts))
+    def _gather_parts(
+        self, rows_R: Tensor, parts: list[slice], out_RW: Tensor, gates_RJ: Tensor | None
+    ) -> Iterator[None]:
+        for part in parts:
+            torch.index_select(self.rows, 0, rows_R[part], out=out_RW[part])
+            if self.gates is not None and gates_RJ is not None:
+                torch.index_select(self.gates, 0, rows_R[part], out=gates_RJ[part])
+            yield
 
     def _gather(self, rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.rows.index_select(0, rows_R), None if self.gates is None else self.gates.index_select(0, rows_R)
 
-    def add_gradient(self, grads_QW: Tensor, plan: SlabPlan, mean_over: int) -> None:
-        """The gradient of what was read, to the rows and gates it came from, as the mean over so many ranks."""
+    def add_gradient(self, grads_QW: Tensor, own_RW: Tensor, plan: SlabPlan, mean_over: int) -> None:
+        """The gradient of what was read, to the rows and gates it came from, as the mean over so many ranks. `own_RW`:
+        that of this rank where it reads its rows where they are; it is used up."""
 
         def read_again() -> tuple[Tensor, Tensor]:
             again = self.opened if plan.place_R is None and self.opened is not None else self._gather
@@ -95,17 +108,22 @@ class SlabState:
             return rows_RW, gates_RJ
 
         rows_of = None if self.gates is None else read_again
-        new = give_back(grads_QW, rows_of, plan.accesses, self.widths, mean_over)
+        if plan.accesses.own is None:
+            new = give_back_in_place(own_RW, grads_QW, plan.accesses)
+        else:
+            new = give_back(grads_QW, rows_of, plan.accesses, self.widths)
         if new.gates is not None:
             self.tensor.all_reduce_sum(new.gates)  # a gate scales all columns
         self.hit.index_fill_(0, new.touched, True)
+        new.factor = 1 / mean_over
         if plan.place_R is None:
             self.gradient = new
             return
         if self.gradient is None:
             touched = plan.step_touched
             gates = None if new.gates is None else new.gates.new_zeros(touched.numel(), new.gates.shape[1])
-            self.gradient = RowGradient(touched, new.rows.new_zeros(touched.numel(), new.rows.shape[1]), gates)
+            rows = new.rows.new_zeros(touched.numel(), new.rows.shape[1])
+            self.gradient = RowGradient(touched, rows, gates, new.factor)
         self.gradient.rows.index_add_(0, plan.place_R, new.rows)
         if self.gradient.gates is not None and new.gates is not None:
             self.gradient.gates.index_add_(0, plan.place_R, new.gates)
@@ -140,27 +158,20 @@ class Store:
         total = self.states[0].rows.new_zeros(())
         for state in self.states:
             if state.gradient is not None:
-                total = total + torch.linalg.vector_norm(state.gradient.rows).square()
+                squares = torch.linalg.vector_norm(state.gradient.rows).square()
                 if state.gradient.gates is not None:
-                    total = total + torch.linalg.vector_norm(state.gradient.gates).square() / self.tensor.size
+                    squares = squares + torch.linalg.vector_norm(state.gradient.gates).square() / self.tensor.size
+                total = total + squares * state.gradient.factor**2
         return total
 
     def scale_gradients(self, factor: float) -> None:
-        for gradient in self._gradients():
-            gradient.mul_(factor)
+        for state in self.states:
+            if state.gradient is not None:
+                state.gradient.factor *= factor
 
     def clear_gradients(self) -> None:
         for state in self.states:
             state.gradient = None
-
-    def _gradients(self) -> list[Tensor]:
-        found = []
-        for state in self.states:
-            if state.gradient is not None:
-                found.append(state.gradient.rows)
-                if state.gradient.gates is not None:
-                    found.append(state.gradient.gates)
-        return found
 
     def rows_hit(self) -> tuple[int, int]:
         """(distinct rows read in training so far, rows held here), over all tables."""

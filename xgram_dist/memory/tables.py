@@ -4,7 +4,7 @@
     fetch   each owner combines its rows into one vector a token and sends it             1 all-to-all a slab
     return  gradients of those vectors to the owners, which add them in a fixed order     1 all-to-all a slab
 
-What a rank owns itself stays there: it is read and copied while the rest is on its way.
+What a rank owns itself stays there: it is read while the rest is on its way.
 
 Owners do the same arithmetic over the rows they hold however many ranks there are, so results do not depend on their
 number, up to the order of additions; for a given number of ranks they repeat bitwise.
@@ -55,6 +55,7 @@ class Tables:
         placement = plan_placement(routing, slabs[0].rows, self.ranks.size)
         self._partial = residual_gradients_are_partial(config)
         store_device = torch.device("cpu") if config.memory.placement == "host" else device
+        self.wire = torch.bfloat16 if config.memory.wire == "bf16" else None
         self.store = Store(config, routing, store_device, placement, mesh)
         self.planner = Planner(
             routing,
@@ -65,8 +66,8 @@ class Tables:
             self.ranks.host,
             (device, store_device),
             keys_of,
+            in_place=self.wire is None and store_device == device and len(slabs) == 1,
         )
-        self.wire = torch.bfloat16 if config.memory.wire == "bf16" else None
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan", initializer=step_aside)
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
@@ -83,11 +84,11 @@ class Tables:
         flights = []
         with phases("fetch"):
             for state, plan in zip(states, window.slabs, strict=True):
-                received_PW = self._empty(sum(plan.asked), state)
-                own = plan.asked[self.ranks.rank]
-                reading = state.read(plan, training, received_PW[:own])
+                received_PW = self._empty(plan.own + self._of_others(plan.asked), state)
+                own_PW, others_PW = received_PW[: plan.own], received_PW[plan.own :]
+                reading = state.read(plan, training, own_PW)
                 vectors_QW = self._on_wire(next(reading))
-                handle = self.ranks.exchange_with_others(received_PW[own:], vectors_QW, plan.answered, plan.asked)
+                handle = self.ranks.exchange_with_others(others_PW, vectors_QW, plan.answered, plan.asked)
                 flights.append((received_PW, handle, reading))
             for *_, reading in flights:
                 next(reading, None)
@@ -113,18 +114,24 @@ class Tables:
                     grads_UW = torch.cat([self._own_columns(table, working) for table in state.slab.tables], dim=1)
                 sent_PW = grads_UW if plan.key_P is None else grads_UW.index_select(0, plan.key_P)
                 flights.append(self._return(sent_PW, state, plan))
-            for state, plan, (received_QW, handle) in zip(states, plans, flights, strict=True):
+            for state, plan, (received_QW, own_PW, handle) in zip(states, plans, flights, strict=True):
                 handle.wait()
-                state.add_gradient(received_QW.to(state.rows.device, state.rows.dtype), plan, self.ranks.size)
+                received_QW = received_QW.to(state.rows.device, state.rows.dtype)
+                state.add_gradient(received_QW, own_PW, plan, self.ranks.size)
 
-    def _return(self, sent_PW: Tensor, state: SlabState, plan: SlabPlan) -> tuple[Tensor, Any]:
-        own = plan.asked[self.ranks.rank]
-        received_QW = self._empty(sum(plan.answered), state)
+    def _return(self, sent_PW: Tensor, state: SlabState, plan: SlabPlan) -> tuple[Tensor, Tensor, Any]:
+        """(gradients as they come in, those of this rank before the others'; those of this rank; a handle)."""
+        own_PW, others_PW = sent_PW[: plan.own], sent_PW[plan.own :]
+        copied = 0 if plan.accesses.own is None else plan.own
+        received_QW = self._empty(copied + self._of_others(plan.answered), state)
         handle = self.ranks.exchange_with_others(
-            received_QW[own:], self._on_wire(sent_PW[own:]), plan.asked, plan.answered
+            received_QW[copied:], self._on_wire(others_PW), plan.asked, plan.answered
         )
-        received_QW[:own].copy_(sent_PW[:own])
-        return received_QW, handle
+        received_QW[:copied].copy_(own_PW[:copied])
+        return received_QW, own_PW, handle
+
+    def _of_others(self, counts: list[int]) -> int:
+        return sum(counts) - counts[self.ranks.rank]
 
     def _own_columns(self, table: Table, working: WorkingSet) -> Tensor:
         """The gradient of a table's columns held here."""

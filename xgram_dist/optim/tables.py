@@ -5,7 +5,6 @@ not decay.
 """
 
 from collections.abc import Iterator
-from itertools import repeat
 
 import torch
 from torch import Tensor
@@ -78,9 +77,10 @@ class TableOptimizer:
             if state.gradient is None:
                 continue
             touched = state.gradient.touched
-            rows.update(touched, state.gradient.rows, (base * vip * warm, base * body * warm))
+            factor = state.gradient.factor
+            rows.update(touched, state.gradient.rows, (base * vip * warm, base * body * warm), factor)
             if gates is not None and state.gradient.gates is not None:
-                gates.update(touched, state.gradient.gates, (base, base))
+                gates.update(touched, state.gradient.gates, (base, base), factor)
 
     @torch.no_grad()
     def skip(self) -> None:
@@ -95,12 +95,12 @@ class TableOptimizer:
 def _attach(state: SlabState, rows: RowOptimizer, gates: RowOptimizer | None) -> None:
     optimizers = [rows] if gates is None else [rows, gates]
 
-    def opening(rows_R: Tensor, parts: list[slice]) -> Iterator[tuple[Tensor, Tensor | None]]:
-        yield from zip(
-            rows.open(rows_R, parts),
-            repeat(None, len(parts)) if gates is None else gates.open(rows_R, parts),
-            strict=True,
-        )
+    def opening(rows_R: Tensor, parts: list[slice], out_RW: Tensor, gates_RJ: Tensor | None) -> Iterator[None]:
+        filling = [rows.open(rows_R, parts, out_RW)]
+        if gates is not None and gates_RJ is not None:
+            filling.append(gates.open(rows_R, parts, gates_RJ))
+        for _ in zip(*filling, strict=True):
+            yield
 
     def opened(rows_R: Tensor) -> tuple[Tensor, Tensor | None]:
         return rows.opened(rows_R), None if gates is None else gates.opened(rows_R)

@@ -7,8 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgram_dist.memory.plan import Distinct, make_accesses
-from xgram_dist.memory.retrieval import give_back, retrieve, retrieve_into
+from xgram_dist.memory.plan import Distinct, Touched, make_accesses, make_accesses_in_place
+from xgram_dist.memory.retrieval import give_back, give_back_in_place, retrieve, retrieve_into
 
 F64 = torch.float64
 
@@ -119,7 +119,8 @@ def test_return_is_the_transpose_of_fetch_for_any_access_list(rows, own):
     counts = np.array([len(of_token) for of_token in rows], dtype=np.int64)
     slab = torch.randn(10, 5, dtype=F64, generator=generator)
     coefficients = torch.rand(len(flat), dtype=F64, generator=generator)
-    accesses = make_accesses(flat, counts, coefficients.numpy(), own, Distinct(10), tiny.CPU)
+    touched = Touched(flat, int(counts[:own].sum()), Distinct(10))
+    accesses = make_accesses(touched, counts, coefficients.numpy(), own, tiny.CPU)
     read = slab[accesses.touched_R]
     out = torch.cat((retrieve(read, accesses.own), retrieve(read[: accesses.for_others], accesses.others)))
     expected = [
@@ -141,10 +142,28 @@ def test_return_is_the_transpose_of_fetch_for_any_access_list(rows, own):
 def test_one_row_a_token_comes_as_it_is_asked_for_and_others_need_the_first_rows_alone(rows, own, dtype):
     flat, slab = np.array(rows, dtype=np.int64), torch.arange(20, dtype=F64).reshape(10, 2)
     own = min(own, len(rows))
-    accesses = make_accesses(flat, None, None, own, Distinct(10), tiny.CPU)
+    accesses = make_accesses(Touched(flat, own, Distinct(10)), None, None, own, tiny.CPU)
     read = slab[accesses.touched_R]
     assert sorted(accesses.touched_R[: accesses.for_others].tolist()) == sorted(set(rows[own:]))
     assert torch.equal(retrieve(read[: accesses.for_others], accesses.others), slab[flat[own:]])
     out = torch.full((own, 2), -1.0, dtype=dtype)
     retrieve_into(out, read, accesses.own)
     assert torch.equal(out, slab[flat[:own]].to(dtype))
+
+
+@settings(max_examples=50, deadline=None)
+@given(own=st.sets(st.integers(0, 9)), others=st.lists(st.integers(0, 9), max_size=12))
+def test_rows_read_in_place_get_the_gradients_of_all_their_readers(own, others):
+    flat, slab = np.array([*sorted(own), *others], dtype=np.int64), torch.arange(20, dtype=F64).reshape(10, 2)
+    touched = Touched(flat, len(own), Distinct(10))
+    accesses = make_accesses_in_place(touched, tiny.CPU)
+    read = slab[accesses.touched_R]
+    assert torch.equal(read[touched.place_N[: len(own)]], slab[flat[: len(own)]])
+    assert torch.equal(retrieve(read[: accesses.for_others], accesses.others), slab[flat[len(own) :]])
+    generator = torch.Generator().manual_seed(len(flat))
+    upstream = torch.randn(len(flat), 2, dtype=F64, generator=generator)
+    expected = torch.zeros_like(slab).index_add_(0, torch.from_numpy(flat), upstream)
+    own_RW = torch.zeros_like(read)  # what autograd gives: nothing for rows that only others read
+    own_RW[touched.place_N[: len(own)]] = upstream[: len(own)]
+    gradient = give_back_in_place(own_RW, upstream[len(own) :], accesses)
+    torch.testing.assert_close(torch.zeros_like(slab).index_copy_(0, gradient.touched, gradient.rows), expected)

@@ -76,9 +76,9 @@ def dense_gradients(state):
     rows = torch.zeros_like(state.rows)
     gates = None if state.gates is None else torch.zeros_like(state.gates)
     if state.gradient is not None:
-        rows[state.gradient.touched] = state.gradient.rows
+        rows[state.gradient.touched] = state.gradient.rows * state.gradient.factor
         if gates is not None:
-            gates[state.gradient.touched] = state.gradient.gates
+            gates[state.gradient.touched] = state.gradient.gates * state.gradient.factor
     return rows, gates
 
 

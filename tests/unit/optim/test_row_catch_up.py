@@ -67,11 +67,15 @@ class Run:
         gradient_RW = torch.randn(shape, generator=self.random) * self.scale_SW[rows_R]
         if opened:
             half, count = rows_R.numel() // 2, rows_R.numel()
-            before = [made.clone() for made in self.optimizer.open(rows_R, [slice(0, count)])]
+            at_once, in_two = (self.optimizer.values.new_zeros(shape) for _ in range(2))
+            list(self.optimizer.open(rows_R, [slice(0, count)], at_once))
             self.optimizer.close()  # and nothing has happened
-            in_two = [made.clone() for made in self.optimizer.open(rows_R, [slice(0, half), slice(half, count)])]
-            assert torch.equal(in_two[0][:half], before[0][:half])
-            assert torch.equal(in_two[1], before[0])
+            filling = self.optimizer.open(rows_R, [slice(0, half), slice(half, count)], in_two)
+            next(filling)
+            assert torch.equal(in_two[:half], at_once[:half])
+            assert not in_two[half:].any()
+            next(filling)
+            assert torch.equal(in_two, at_once)
         elif settle:
             self.optimizer.settle(rows_R)
         self.optimizer.update(rows_R, gradient_RW.to(self.start.dtype), rates)

@@ -35,8 +35,8 @@ class RowAdagrad:
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
         """Rows are always up to date."""
 
-    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
-        return gather_parts(self.values, rows_R, parts)
+    def open(self, rows_R: Tensor, parts: list[slice], out_RW: Tensor) -> Iterator[None]:
+        return gather_parts(self.values, rows_R, parts, out_RW)
 
     def opened(self, rows_R: Tensor) -> Tensor:
         return self.values.index_select(0, rows_R)
@@ -44,10 +44,10 @@ class RowAdagrad:
     def close(self) -> None:
         """Nothing was begun."""
 
-    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float]) -> None:
+    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:
         rate_R1 = row_rates(rows_R, self.cut, rates, self.values.dtype)
         norms = [torch.linalg.vector_norm(piece, dim=1) for piece in gradient_RW.split(self.widths, dim=1)]
-        squares_RJ = self._columns.all_reduce_sum(torch.stack(norms, dim=1).square_())
+        squares_RJ = self._columns.all_reduce_sum(torch.stack(norms, dim=1).mul_(factor).square_())
         squares_RJ.div_(torch.tensor(self.widths, device=rows_R.device) * self._columns.size)
         self.accumulator.index_add_(0, rows_R, squares_RJ)
         for part in self._blocks.parts(rows_R):
@@ -55,7 +55,7 @@ class RowAdagrad:
             move_BW, values_BW = self._blocks.buffers(rows_B, 2)
             step_BJ = rate_B1 / self.accumulator.index_select(0, rows_B).sqrt_().add_(self.eps)
             for j, (move, piece) in enumerate(zip(move_BW.split(self.widths, dim=1), pieces, strict=True)):
-                torch.mul(piece, -step_BJ[:, j : j + 1], out=move)
+                torch.mul(piece, -factor * step_BJ[:, j : j + 1], out=move)
             if self.weight_decay:
                 torch.index_select(self.values, 0, rows_B, out=values_BW)
                 move_BW.addcmul_(values_BW, rate_B1, value=-self.weight_decay)

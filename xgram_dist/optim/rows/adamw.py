@@ -85,8 +85,8 @@ class GatheredAdamW:
     def restore(self, whole: dict[str, Tensor]) -> None:
         self.moments.step.copy_(whole["step"])
 
-    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
-        return gather_parts(self.values, rows_R, parts)
+    def open(self, rows_R: Tensor, parts: list[slice], out_RW: Tensor) -> Iterator[None]:
+        return gather_parts(self.values, rows_R, parts, out_RW)
 
     def opened(self, rows_R: Tensor) -> Tensor:
         return self.values.index_select(0, rows_R)
@@ -99,6 +99,7 @@ class GatheredAdamW:
         rows_R: Tensor,
         gradient_RW: Tensor,
         rates: tuple[float, float],
+        factor: float,
         shrink: tuple[Tensor, Tensor] | None = None,
         values_RW: Tensor | None = None,
     ) -> None:
@@ -116,10 +117,14 @@ class GatheredAdamW:
             bias1, root2 = (1 - beta ** moments.step.double() for beta in self.adamw.betas)
             root2 = root2.sqrt()
             floor_R1 = torch.full_like(speed_R1, self.adamw.eps) * root2
-            numbers = *shrink, keep_R1, (speed_R1 * (root2 / bias1)).to(speed_R1.dtype), floor_R1
+            beta1, beta2 = self.adamw.betas
+            numbers = beta1 * shrink[0], beta2 * shrink[1], keep_R1, (speed_R1 * (root2 / bias1)).to(speed_R1), floor_R1
             any_count(rows_R, values_RW, gradient_RW, *numbers)
-            self._step_rows_(*tensors, *numbers, self.adamw.betas)
+            weights_2 = speed_R1.new_tensor([(1 - beta1) * factor, (1 - beta2) * factor**2])
+            self._step_rows_(*tensors, *numbers, weights_2)
             return
+        if factor != 1:
+            gradient_RW.mul_(factor)
         rate_R1 = None if alike else row_rates(rows_R, self.cut, rates, self.values.dtype)
         for part in self._blocks.parts(rows_R):
             rows_B = rows_R[part]
@@ -156,17 +161,17 @@ def _step_rows_(
     rows_R: Tensor,
     values_RW: Tensor,
     gradient_RW: Tensor,
-    shrink_first_R1: Tensor,
-    shrink_second_R1: Tensor,
+    old_first_R1: Tensor,
+    old_second_R1: Tensor,
     keep_R1: Tensor,
     move_R1: Tensor,
     floor_R1: Tensor,
-    betas: tuple[float, float],
+    new_2: Tensor,
 ) -> None:
-    """A step of distinct rows as one expression for a compiler: read once, written once."""
-    beta1, beta2 = betas
-    first_RW = beta1 * shrink_first_R1 * first_SW[rows_R] + (1 - beta1) * gradient_RW
-    second_RW = beta2 * shrink_second_R1 * second_SW[rows_R] + (1 - beta2) * gradient_RW * gradient_RW
+    """A step of distinct rows as one expression for a compiler: read once, written once. `old_*`, `new_2`: weights of
+    the moments so far, and of the gradient and its square."""
+    first_RW = old_first_R1 * first_SW[rows_R] + new_2[0] * gradient_RW
+    second_RW = old_second_R1 * second_SW[rows_R] + new_2[1] * gradient_RW * gradient_RW
     moved_RW = keep_R1 * values_RW - move_R1 * (first_RW / (second_RW.sqrt() + floor_R1))
     written_values_SW.index_copy_(0, rows_R, moved_RW)
     written_first_SW.index_copy_(0, rows_R, first_RW)

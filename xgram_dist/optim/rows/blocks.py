@@ -29,12 +29,11 @@ class Blocks:
         return [buffer[: rows_B.numel()] for buffer in self._buffers[:count]]
 
 
-def gather_parts(values: Tensor, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
-    """These rows of the values, the same tensor once for each part, filled so far."""
-    values_RW = values.new_empty(rows_R.numel(), values.shape[1])
+def gather_parts(values: Tensor, rows_R: Tensor, parts: list[slice], out_RW: Tensor) -> Iterator[None]:
+    """These rows of the values, part after part."""
     for part in parts:
-        torch.index_select(values, 0, rows_R[part], out=values_RW[part])
-        yield values_RW
+        torch.index_select(values, 0, rows_R[part], out=out_RW[part])
+        yield
 
 
 def row_rates(rows_R: Tensor, cut: int, rates: tuple[float, float], dtype: torch.dtype) -> Tensor:

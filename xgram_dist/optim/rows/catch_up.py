@@ -55,15 +55,14 @@ class CatchUpAdamW(GatheredAdamW):
         if moments:
             self._settle_moments(*self._stale(self._last, rows_R))
 
-    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
+    def open(self, rows_R: Tensor, parts: list[slice], out_RW: Tensor) -> Iterator[None]:
         steps_R = self._current.index_select(0, rows_R)
         missed = self._missed.since(steps_R.long(), self._kinds(rows_R))
-        values_RW = self.values.new_empty(rows_R.numel(), self.values.shape[1])
-        self._opened = rows_R, values_RW
+        self._opened = rows_R, out_RW
         for part in parts:
             if rows_R[part].numel():
-                self._open_part(values_RW[part], rows_R[part], missed.part(part))
-            yield values_RW
+                self._open_part(out_RW[part], rows_R[part], missed.part(part))
+            yield
 
     def _open_part(self, values_RW: Tensor, rows_R: Tensor, missed: Missed) -> None:
         first, second = self.moments.first, self.moments.second
@@ -87,7 +86,7 @@ class CatchUpAdamW(GatheredAdamW):
     def close(self) -> None:
         self._opened = None
 
-    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float]) -> None:
+    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:
         values_RW = None
         if self._opened is not None and self._opened[0] is rows_R:
             values_RW = self._opened[1]
@@ -95,7 +94,7 @@ class CatchUpAdamW(GatheredAdamW):
             self.settle(rows_R)
         shrink = self._shrinkage(self._last.index_select(0, rows_R))
         self._missed.advance(rates if self._two_rates else rates[:1] if self.cut else rates[1:])
-        self._hit(rows_R, gradient_RW, rates, shrink, values_RW)
+        self._hit(rows_R, gradient_RW, rates, factor, shrink, values_RW)
         self._opened = None
         self._last.index_fill_(0, rows_R, self._missed.step)
         self._current.index_fill_(0, rows_R, self._missed.step)

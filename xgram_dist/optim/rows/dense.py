@@ -22,8 +22,8 @@ class DenseAdamW:
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
         """Rows are always up to date."""
 
-    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
-        return gather_parts(self.values, rows_R, parts)
+    def open(self, rows_R: Tensor, parts: list[slice], out_RW: Tensor) -> Iterator[None]:
+        return gather_parts(self.values, rows_R, parts, out_RW)
 
     def opened(self, rows_R: Tensor) -> Tensor:
         return self.values.index_select(0, rows_R)
@@ -31,10 +31,10 @@ class DenseAdamW:
     def close(self) -> None:
         """Nothing was begun."""
 
-    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float]) -> None:
+    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:
         moments = self.moments
         moments.step.add_(1)
-        self._gradient.index_copy_(0, rows_R, gradient_RW)
+        self._gradient.index_copy_(0, rows_R, gradient_RW if factor == 1 else gradient_RW.mul_(factor))
         for rate, part in zip(rates, (slice(None, self.cut), slice(self.cut, None)), strict=True):
             if self.values[part].numel():
                 both = moments.first[part], moments.second[part]

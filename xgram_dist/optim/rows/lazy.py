@@ -16,8 +16,8 @@ class LazyAdamW(GatheredAdamW):
     def settle(self, rows_R: Tensor, *, moments: bool = False) -> None:
         """Rows are always up to date."""
 
-    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float]) -> None:
-        self._hit(rows_R, gradient_RW, rates)
+    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:
+        self._hit(rows_R, gradient_RW, rates, factor)
 
     def settle_all(self) -> None:
         """Rows are always up to date."""

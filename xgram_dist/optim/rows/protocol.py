@@ -30,10 +30,10 @@ class RowOptimizer(Protocol):
         """Before these rows are read: bring values to what they are after all steps so far. With `moments`, the
         optimizer's moments too (when no update follows). Rows are distinct."""
 
-    def open(self, rows_R: Tensor, parts: list[slice]) -> Iterator[Tensor]:
-        """The values of these rows after all steps so far, as a copy [R, W]: the same tensor once for each part,
-        filled so far. The next `update` is of this very tensor of rows, unless `close` comes first: then nothing has
-        happened."""
+    def open(self, rows_R: Tensor, parts: list[slice], out_RW: Tensor) -> Iterator[None]:
+        """The values of these rows after all steps so far, as a copy in the memory given, part after part. The next
+        `update` is of this very tensor of rows, unless `close` comes first: then nothing has happened. The copy is not
+        to be changed before."""
 
     def opened(self, rows_R: Tensor) -> Tensor:
         """What `open` gave for these rows, once more; not to be changed."""
@@ -41,9 +41,9 @@ class RowOptimizer(Protocol):
     def close(self) -> None:
         """No update follows `open`."""
 
-    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float]) -> None:
-        """One optimizer step. rates: learning rate of rows < cut and of the others. Rows are distinct.
-        Every row settled without moments since the last update is among rows_R."""
+    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:
+        """One optimizer step. rates: learning rate of rows < cut and of the others. factor: of the gradient, which is
+        used up. Rows are distinct. Every row settled without moments since the last update is among rows_R."""
 
     def nbytes(self) -> int:
         """Bytes held beside the values."""
