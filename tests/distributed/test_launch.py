@@ -6,6 +6,8 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -44,6 +46,24 @@ def alone(tmp_path, data):
     code, _, errors = finish(start(path, "--folder", str(tmp_path / "alone")))
     assert code == 0, errors
     return path, tmp_path / "alone"
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="there is one core")
+def test_ranks_keep_to_cores_of_their_own(tmp_path, data):
+    process = start(recipe(tmp_path, data), "--ranks", "2", "--folder", str(tmp_path / "run"))
+    found = set()
+    while process.poll() is None and len(found) < 2:
+        children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        for child in children:
+            with suppress(ProcessLookupError):
+                found.add(frozenset(os.sched_getaffinity(int(child))))
+        found.discard(frozenset(os.sched_getaffinity(0)))  # one that has just been started
+        time.sleep(0.02)
+    process.terminate()
+    finish(process)
+    assert len(found) == 2
+    one, other = found
+    assert not one & other
 
 
 def test_two_ranks_give_the_losses_and_tables_of_one_process(alone, tmp_path):

@@ -100,7 +100,7 @@ class Tables:
                     if table.site in RESIDUAL_SITES:
                         piece = self.tensor.gather_along(piece, 1)
                     working.values[table.name] = piece.detach().requires_grad_(training)
-                working.slabs.append(whole_UW)
+                working.slabs.append(whole_UW.detach())
         return working
 
     @torch.no_grad()

@@ -1,11 +1,12 @@
 """`--ranks N`: start N ranks of this command on this machine, and end them together.
 
-The first rank's output is the run's; the others are heard only when they fail. When a rank fails, the others are
-ended at once and its last words are shown, so that the first cause is not buried under their complaints. Ctrl-C,
-SIGTERM and SIGUSR1 are passed on to all ranks, which agree on a step to stop after.
+Cores are shared out among the ranks. The first rank's output is the run's; the others are heard only when they fail.
+When a rank fails, the others are ended at once and its last words are shown, so that the first cause is not buried
+under their complaints. Ctrl-C, SIGTERM and SIGUSR1 are passed on to all ranks, which agree on a step to stop after.
 """
 
 import collections
+import contextlib
 import os
 import signal
 import socket
@@ -14,6 +15,8 @@ import sys
 import threading
 import time
 from typing import IO, Any
+
+from xgram_dist.parallel.cores import bind, cores_of
 
 LAST_LINES = 40
 REFUSED = 2
@@ -38,6 +41,9 @@ def launch(arguments: list[str], ranks: int) -> int:
         )
         for rank in range(ranks)
     ]
+    for rank, process in enumerate(processes):
+        with contextlib.suppress(ProcessLookupError):  # it has ended: that is dealt with below
+            bind(process.pid, cores_of(rank, ranks))
     heard = [_Ear(process.stderr, aloud=rank == 0) for rank, process in enumerate(processes)]
     before: dict[int, Any] = {
         number: signal.signal(number, lambda received, _: _pass_on(processes, received))
