@@ -352,6 +352,7 @@ def _print_exchange(e: dict[str, Any]) -> None:
         ["tokens a rank's step", f"{e['tokens_per_rank_step']:,}"],
         ["tokens a micro-batch", f"{e['tokens_per_micro_batch']:,}"],
         ["micro-batches", f"{e['accumulation']:,}"],
+        ["working sets (memory.window), of micro-batches each", f"{len(e['windows']):,} of {max(e['windows']):,}"],
         ["distinct tokens a rank's step", f"{e['distinct_tokens']:,.0f}"],
         ["distinct tokens a micro-batch", f"{e['distinct_tokens_per_micro_batch']:,.0f}"],
         ["distinct tokens, step / sum of micro-batches", f"{e['distinct_tokens_step_over_micro_batches']:.3f}"],

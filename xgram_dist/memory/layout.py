@@ -80,6 +80,14 @@ def residual_gradients_are_partial(config: Config) -> bool:
     return config.parallel.sequence_parallel and config.parallel.tensor > 1
 
 
+def reads_in_place(config: Config, same_device: bool) -> bool:
+    """Whether a rank reads its own rows where they were gathered: a vector is a row as it stands, and the working set
+    holds numbers of the same type, on the same device. It then holds rows for other ranks too, which is more than a
+    window that was chosen for its size should."""
+    memory = config.memory
+    return memory.compression == 1 and memory.wire == "fp32" and memory.window == "step" and same_device
+
+
 def has_tables(config: Config) -> bool:
     return config.memory.method not in WITHOUT_TABLES
 

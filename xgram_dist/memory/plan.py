@@ -165,8 +165,8 @@ class Planner:
         self._order = OwnerOrder(ranks)
         self.device, self.store_device = devices
         self.maps = [RowMap(routing, slab.view, placement, ranks.rank) if routing else None for slab in slabs]
-        assert not in_place or len(slabs) == 1, slabs
-        self._in_place = in_place and routing is None
+        assert not in_place or routing is None
+        self._in_place = in_place
         self._rows = len(placement.rows_of(ranks.rank))
         self._numbers: TokenNumbers | RowNumbers
         if keys_of is None and routing is not None:

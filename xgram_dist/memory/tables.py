@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.config import Config
-from xgram_dist.memory.layout import RESIDUAL_SITES, Table, plan_slabs, residual_gradients_are_partial
+from xgram_dist.memory.layout import RESIDUAL_SITES, Table, plan_slabs, reads_in_place, residual_gradients_are_partial
 from xgram_dist.memory.ngrams.folding import Folding
 from xgram_dist.memory.ngrams.hashing import NgramKeys, plan_ngram_hash
 from xgram_dist.memory.placement import plan_placement
@@ -66,7 +66,7 @@ class Tables:
             self.ranks.host,
             (device, store_device),
             keys_of,
-            in_place=self.wire is None and store_device == device and len(slabs) == 1,
+            in_place=reads_in_place(config, same_device=store_device == device),
         )
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="plan", initializer=step_aside)
 

@@ -1,7 +1,7 @@
 """The exchange of an optimizer step, computed from token frequencies; nothing is allocated.
 
 In: a recipe, token frequencies, the routing (None: row = token id) and the number of ranks. Out: what a rank asks of
-the others, what crosses the wire, how even it is, and what a rank holds, for one working set a step. Tokens count as
+the others, what crosses the wire, how even it is, and what a rank holds, for the recipe's windows. Tokens count as
 independent draws, so all figures but one are expectations, exact and the same every time; the imbalance is also that
 of one sampled step, because the largest of many loads is larger in a step than on average.
 
@@ -11,7 +11,7 @@ ranks; what a rank owns itself does not travel.
 """
 
 from dataclasses import asdict, dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from xgram_dist.memory.layout import Slab, plan_slabs
 from xgram_dist.memory.placement import Placement, owners_of_tokens, plan_placement
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.touched import chance_seen, expected_touched_share, row_probabilities
-from xgram_dist.plan.widths import working_set_width
+from xgram_dist.plan.windows import plan_windows
 
 BYTES = {"fp32": 4, "bf16": 2}
 ID_BYTES = 4
@@ -39,7 +39,10 @@ class Exchange:
     tokens_per_rank_step: int
     tokens_per_micro_batch: int
     accumulation: int
+    windows: list[int]
+    """Micro-batches of each working set of a step."""
     distinct_tokens: float
+    """Of a step."""
     distinct_tokens_per_micro_batch: float
     vectors: float
     """Asked for by a rank in a step, over all slabs."""
@@ -60,14 +63,12 @@ class Exchange:
     wire_over_lower_bound: float | None
     id_bytes: float
     """Token ids to the owners, before the vectors come."""
-    working_set_bytes: float
-    working_set_gradient_bytes: float
     table_bytes: dict[str, dict[str, float]]
     """With the optimizer's state: mean and largest over ranks."""
     distinct_rows: float
     """Read in a rank's step, mean over slabs."""
     prefetch_bytes: dict[str, float]
-    """All distinct rows of a rank's step, from host memory."""
+    """The distinct rows of each working set of a rank's step, from host memory."""
     host_bandwidth_gb_per_second: float
     prefetch_seconds: dict[str, float]
 
@@ -144,31 +145,36 @@ def plan_exchange(
     """`ranks`: of the data axis. `host_bandwidth` from host to device, in GB/s. The recipe must have tables."""
     steps = accumulation(config, ranks)
     per_micro_batch = config.train.micro_batch * config.model.sequence_length
-    step, micro = Draw(frequencies, steps * per_micro_batch), Draw(frequencies, per_micro_batch)
     slabs = plan_slabs(config, config.parallel.tensor)
     num_rows, widths = slabs[0].rows, np.array([slab.width for slab in slabs])
     placement = plan_placement(routing, num_rows, ranks)
     owners = _owners(config, routing, placement)
-    vectors = np.array([o.vectors(step.seen) for o in owners])
+    draw_of = lru_cache(lambda count: Draw(frequencies, count * per_micro_batch))
+    step, micro = draw_of(steps), draw_of(1)
+    windows = plan_windows(config, steps, lambda count: draw_of(count).distinct)
+    of_windows = [draw_of(count) for count in windows]
+    vectors = np.array([sum(o.vectors(draw.seen) for draw in of_windows) for o in owners])
+    of_step = sum(o.vectors(step.seen) for o in owners)
     balance = _balance(placement.policy, owners, step)
     off_rank = (1 - 1 / ranks) * vectors
-    elsewhere = np.array([o.elsewhere(step.seen) for o in owners])
+    elsewhere = np.array([sum(o.elsewhere(draw.seen) for draw in of_windows) for o in owners])
     distinct_rows = np.array([_distinct_rows(step, routing, slab) for slab in slabs])
+    fetched_rows = np.array([sum(_distinct_rows(draw, routing, slab) for draw in of_windows) for slab in slabs])
     rows_held = np.bincount(placement.owner, minlength=ranks)
     row_bytes = _numbers_per_row(config, slabs) * BYTES["fp32"]
-    prefetch = _bytes(distinct_rows @ widths)
-    working_set = step.distinct * working_set_width(config, config.parallel.tensor) * BYTES["fp32"]
+    prefetch = _bytes(fetched_rows @ widths)
     return Exchange(
         ranks=ranks,
         tokens_per_rank_step=step.tokens,
         tokens_per_micro_batch=per_micro_batch,
         accumulation=steps,
+        windows=windows,
         distinct_tokens=step.distinct,
         distinct_tokens_per_micro_batch=micro.distinct,
         vectors=float(vectors.sum()),
         vectors_per_token=balance.vectors_per_token,
         distinct_tokens_step_over_micro_batches=step.distinct / (steps * micro.distinct),
-        vectors_step_over_micro_batches=float(vectors.sum()) / (steps * sum(o.vectors(micro.seen) for o in owners)),
+        vectors_step_over_micro_batches=of_step / (steps * sum(o.vectors(micro.seen) for o in owners)),
         imbalance_expected=balance.imbalance_expected,
         imbalance_sampled=balance.imbalance_sampled,
         touched_share=expected_touched_share(frequencies, routing, num_rows, step.tokens * ranks),
@@ -176,8 +182,6 @@ def plan_exchange(
         lower_bound_bytes=_bytes(elsewhere @ widths),
         wire_over_lower_bound=float(off_rank @ widths) / float(elsewhere @ widths) if ranks > 1 else None,
         id_bytes=float(off_rank.sum()) * ID_BYTES,
-        working_set_bytes=working_set,
-        working_set_gradient_bytes=working_set,
         table_bytes={
             name: {
                 "mean": float(rows_held.mean() * row_bytes * states),

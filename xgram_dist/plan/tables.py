@@ -3,13 +3,19 @@
 from dataclasses import dataclass
 
 from xgram_dist.config.schema import Config
-from xgram_dist.config.units import parse_bytes
-from xgram_dist.memory.layout import RESIDUAL_SITES, plan_slabs, plan_tables, residual_gradients_are_partial
+from xgram_dist.memory.layout import (
+    RESIDUAL_SITES,
+    plan_slabs,
+    plan_tables,
+    reads_in_place,
+    residual_gradients_are_partial,
+)
 from xgram_dist.plan.axes import Axes
 from xgram_dist.plan.messages import Message, message
 from xgram_dist.plan.parts import Part
 from xgram_dist.plan.traffic import Traffic
 from xgram_dist.plan.widths import pieces_width, working_set_width
+from xgram_dist.plan.windows import plan_windows
 
 FP32 = 4
 ID_BYTES = 4
@@ -48,7 +54,7 @@ class TablesPlan:
 
 def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Traffic) -> TablesPlan:
     slabs, per_micro = plan_slabs(config, axes.tensor), config.train.micro_batch * config.model.sequence_length
-    windows = plan_windows(config, micro_batches, per_micro, traffic)
+    windows = plan_windows(config, micro_batches, lambda count: traffic.seen(count * per_micro)[0])
     seen = [traffic.seen(count * per_micro) for count in windows]
     largest = max(seen, key=lambda one: one[0])
     share = traffic.touched_share(per_micro * micro_batches * axes.data)
@@ -58,14 +64,19 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     host = config.memory.placement == "host"
     wire = wire_bytes(config) if axes.data > 1 else 0
     sent = sum(count * slab.width for count, slab in zip(largest[1], slabs, strict=True))
+    in_place = reads_in_place(config, same_device=not host)
+    vectors_held = largest[0]
+    if in_place:  # the rows read here, whoever reads them, and what comes from the others
+        vectors_held *= 1 - 1 / axes.data
+        vectors_held += hit
     parts = [
         Part("tables", FP32 * rows * width + rows * (ROW_BYTES + len(slabs)), host=host),
         Part("row_gates", FP32 * rows * gates, host=host),
-        *_optimizer_parts(config, kind, rows, hit, len(windows), axes.tensor),
-        Part("working_set", 2 * FP32 * largest[0] * working_set_width(config, axes.tensor)),
-        Part("working_set", FP32 * largest[0] * pieces_width(config, axes.tensor)),
-        Part("exchange_buffers", 2 * wire * sent + FP32 * largest[0] * max(s.width for s in slabs), "exchange"),
-        Part("hit_gradients", FP32 * hit * (width + gates), "exchange", host),
+        *_optimizer_parts(config, kind, rows, hit, len(windows), axes.tensor, in_place),
+        Part("working_set", 2 * FP32 * vectors_held * working_set_width(config, axes.tensor)),
+        Part("working_set", FP32 * vectors_held * pieces_width(config, axes.tensor)),
+        Part("exchange_buffers", 2 * wire * sent + FP32 * vectors_held * max(s.width for s in slabs), "exchange"),
+        Part("hit_gradients", 0.0 if in_place else FP32 * hit * (width + gates), "exchange", host),
     ]
     vectors = [sum(of_slab[s] for _, of_slab in seen) for s in range(len(slabs))]
     numbers = sum(count * slab.width for count, slab in zip(vectors, slabs, strict=True))
@@ -98,21 +109,9 @@ def chosen_optimizer(config: Config, touched_share: float) -> str:
     return "dense" if touched_share >= DENSE_FROM else "catch_up"
 
 
-def plan_windows(config: Config, micro_batches: int, per_micro: int, traffic: Traffic) -> list[int]:
-    """Micro-batches of each window of a step."""
-    window = config.memory.window
-    if isinstance(window, int):
-        size = min(window, micro_batches)
-    elif window == "step":
-        size = micro_batches
-    else:
-        budget = parse_bytes(window) / (2 * FP32 * sum(table.width for table in plan_tables(config)))
-        fitting = (n for n in range(micro_batches, 0, -1) if traffic.seen(n * per_micro)[0] <= budget)
-        size = next(fitting, 1)
-    return [min(size, micro_batches - start) for start in range(0, micro_batches, size)]
-
-
-def _optimizer_parts(config: Config, kind: str, rows: float, hit: float, windows: int, tensor: int) -> list[Part]:
+def _optimizer_parts(
+    config: Config, kind: str, rows: float, hit: float, windows: int, tensor: int, in_place: bool
+) -> list[Part]:
     slabs, gates, host = plan_slabs(config, tensor), num_gates(config), config.memory.placement == "host"
     width, optimizers = sum(slab.width for slab in slabs), len(slabs) * (2 if gates else 1)
     if kind == "adagrad":
@@ -124,7 +123,7 @@ def _optimizer_parts(config: Config, kind: str, rows: float, hit: float, windows
     if kind == "catch_up":
         state += (2 * FP32 * rows + HISTORY_BYTES) * optimizers
         buffers += 1 if windows > 1 else -1 if config.train.compile else 0
-        copies += hit_bytes if windows == 1 else 0
+        copies += hit_bytes if windows == 1 and not in_place else 0
     copies += buffers * (BLOCK_BYTES * optimizers if host else hit_bytes)
     return [
         Part("table_optimizer", state, host=host),

@@ -26,7 +26,7 @@ def footprint(engine: Engine, lookup: Lookup, optimizer: Optimizer, windows: lis
         width = sum(sum(state.widths) for state in states)
         parts["tables"] = _bytes(t for state in states for t in (state.rows, state.gates) if t is not None)
         parts["tables_optimizer"] = sum(one.nbytes() for one in (*tables.rows, *tables.gates) if one is not None)
-        parts["working_set"] = 2 * FP32 * width * max(window.distinct for window in windows)
+        parts["working_set"] = 2 * FP32 * width * max(len(window.keys) for window in windows)
     return {f"bytes_{name}": value for name, value in parts.items()} | {"bytes_peak": peak_memory(engine.device)}
 
 

@@ -139,7 +139,6 @@ def test_expectations_are_the_sums_over_all_possible_steps(compression):
     assert found.id_bytes == pytest.approx(4 * loads.sum() * 2 / 3)
     widths = [slab.width for slab in plan_slabs(config)]
     assert widths == ([36, 12] if compression < 1 else [48])
-    assert found.working_set_bytes == found.working_set_gradient_bytes == pytest.approx(4 * 48 * totals["distinct"])
     assert found.distinct_rows == pytest.approx(rows.mean())
     assert found.prefetch_bytes["bf16"] == pytest.approx(2 * rows @ widths)
     assert found.prefetch_seconds["fp32"] == pytest.approx(4 * rows @ widths / 2e9)
@@ -191,6 +190,25 @@ def test_expectations_are_the_means_of_draws(ranks):
     assert found.imbalance_expected == pytest.approx(mean.max() / mean.mean(), rel=0.02)
     each = [step.loads.max() / step.loads.mean() for step in steps]
     assert min(each) - 0.02 <= found.imbalance_sampled <= max(each) + 0.02
+
+
+@pytest.mark.parametrize(("window", "expected"), [(1, [1, 1]), (2, [2]), ("step", [2]), ("1KB", [1, 1])])
+def test_windows_of_the_recipe_decide_what_travels(window, expected):
+    config = recipe({"memory": {"window": window}, "train": {"global_batch": 6}})
+    routing = routing_of(config, FREQUENCIES)
+    found = plan_exchange(config, FREQUENCIES, routing, ranks=3, host_bandwidth=2.0)
+    assert found.windows == expected
+    part = recipe({"train": {"global_batch": 3 * expected[0]}})  # a step of one such window
+    alone = plan_exchange(part, FREQUENCIES, routing, ranks=3, host_bandwidth=2.0)
+    for name in ("vectors", "id_bytes", "wire_bytes", "lower_bound_bytes", "prefetch_bytes", "prefetch_seconds"):
+        one, all_of_them = getattr(alone, name), getattr(found, name)
+        if isinstance(one, dict):
+            assert all_of_them == pytest.approx({key: len(expected) * value for key, value in one.items()})
+        else:
+            assert all_of_them == pytest.approx(len(expected) * one)
+    whole = plan_exchange(recipe({"train": {"global_batch": 6}}), FREQUENCIES, routing, ranks=3, host_bandwidth=2.0)
+    for name in ("distinct_tokens", "distinct_rows", "imbalance_expected", "vectors_step_over_micro_batches"):
+        assert getattr(found, name) == pytest.approx(getattr(whole, name))
 
 
 def test_one_rank_sends_nothing():

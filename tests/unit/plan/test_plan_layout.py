@@ -29,8 +29,8 @@ from xgram_dist.plan.machine import Machine, step_flops
 from xgram_dist.plan.messages import Message, merged, message, ring_bytes
 from xgram_dist.plan.parts import Part, total
 from xgram_dist.plan.shapes import backbone_shapes, shard_numel
-from xgram_dist.plan.tables import plan_windows
 from xgram_dist.plan.traffic import Traffic, zipf
+from xgram_dist.plan.windows import plan_windows
 
 RECIPES = Path(__file__).resolve().parents[3] / "recipes"
 SMALL_4X = RECIPES / "0.73b" / "xgram-4x-100.yaml"
@@ -293,13 +293,16 @@ def test_tensor_parallelism_cuts_tables_by_columns():
 
 def test_windows():
     config, traffic = recipe(), Traffic(recipe(), zipf(151_936), None, 16)
-    tokens = 65_536
-    assert plan_windows(config, 8, tokens, traffic) == [8]
-    assert plan_windows(recipe("memory.window=3"), 8, tokens, traffic) == [3, 3, 2]
-    assert plan_windows(recipe("memory.window=100"), 8, tokens, traffic) == [8]
-    size = 8 * 61_440 * traffic.seen(4 * tokens)[0]
-    assert plan_windows(recipe(f"memory.window={size / 1e9 + 0.01:.3f}GB"), 8, tokens, traffic) == [4, 4]
-    assert plan_windows(recipe("memory.window=1MB"), 8, tokens, traffic) == [1] * 8
+
+    def distinct(micro_batches):
+        return traffic.seen(65_536 * micro_batches)[0]
+
+    assert plan_windows(config, 8, distinct) == [8]
+    assert plan_windows(recipe("memory.window=3"), 8, distinct) == [3, 3, 2]
+    assert plan_windows(recipe("memory.window=100"), 8, distinct) == [8]
+    size = 8 * 61_440 * distinct(4)
+    assert plan_windows(recipe(f"memory.window={size / 1e9 + 0.01:.3f}GB"), 8, distinct) == [4, 4]
+    assert plan_windows(recipe("memory.window=1MB"), 8, distinct) == [1] * 8
     one, all_at_once = planned(recipe("memory.window=1"), 16), planned(recipe(), 16)
     assert sizes(one)["working_set"] < 0.5 * sizes(all_at_once)["working_set"]
     assert one.wire_bytes > all_at_once.wire_bytes
@@ -309,7 +312,10 @@ def test_the_working_set_with_the_real_frequencies(real_frequencies_file):
     frequencies = load_frequencies(real_frequencies_file, 151_936)
     layout = planned(recipe(), 16, frequencies)
     assert layout.tables.distinct_tokens == pytest.approx(35_896, abs=1)
-    assert sizes(layout)["working_set"] == pytest.approx(2 * 4 * 35_896 * 61_440, rel=1e-4)
+    read_here = (1 - (1 - frequencies / frequencies.sum()) ** (1024 * 8192)).sum() / 16  # by any rank
+    assert sizes(layout)["working_set"] == pytest.approx(2 * 4 * (35_896 * 15 / 16 + read_here) * 61_440, rel=1e-4)
+    windows = planned(recipe("memory.window=8"), 16, frequencies)  # nothing is held for others
+    assert sizes(windows)["working_set"] == pytest.approx(2 * 4 * 35_896 * 61_440, rel=1e-4)
 
 
 # Time.
