@@ -166,6 +166,18 @@ def working_bytes(working):
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
+def watch_return(lookup, found):
+    """Bytes held when all gradients have come in and none has been added up yet."""
+    state = lookup.store.states[0]
+    add = state.add_gradient
+
+    def watched(*arguments):
+        found["returning"] = new_bytes() - found["before_return"]
+        add(*arguments)
+
+    state.add_gradient = watched
+
+
 def measure(world, cases):
     return [measure_case(world, overrides) for overrides in cases]
 
@@ -190,6 +202,7 @@ def measure_case(world, overrides):
     lookup = Tables(config, routing_of(config, frequencies), CPU, mesh)
     optimizer = Optimizer(config, engine, lookup, mesh, touched_share=1.0)
     found = {}
+    watch_return(lookup, found)
     steps = 2 if LEARNS & set(overrides) else 1
     draws = np.random.default_rng(mesh.data.rank)
     shape = (2, config.train.micro_batch, config.model.sequence_length)
@@ -213,6 +226,7 @@ def measure_case(world, overrides):
                     del loss
                     if done == 1 and step == steps:
                         found |= {"held": new_bytes(), "working": working_bytes(working)}
+                found["before_return"] = new_bytes()
                 lookup.give_back(working)
             optimizer.step(step, torch.zeros(()))
         found["moved"] = moved.bytes
@@ -277,6 +291,16 @@ def test_memory_is_within_a_tenth(measured):
         mean = np.mean([one["working"] for one in found])
         report(ranks, overrides, "working set", working, mean)
         assert working == pytest.approx(mean, rel=0.1), overrides
+
+
+def test_what_gradients_take_on_their_way_is_within_a_tenth(measured):
+    ranks, cases, _ = measured
+    for overrides, found in cases:
+        layout = planned(config_of(overrides, ranks), ranks, zipf(4096))
+        buffers = sum(part.bytes for part in layout.parts if part.key == "exchange_buffers")
+        mean = np.mean([one["returning"] for one in found])
+        report(ranks, overrides, "on the way", buffers, mean)
+        assert buffers == pytest.approx(mean, rel=0.1, abs=1000), overrides
 
 
 def test_collectives_are_within_a_twentieth(measured):

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.config import Config
+from xgram_dist.memory.gradients import SlabGradients
 from xgram_dist.memory.layout import RESIDUAL_SITES, Table, plan_slabs, reads_in_place, residual_gradients_are_partial
 from xgram_dist.memory.ngrams.folding import Folding
 from xgram_dist.memory.ngrams.hashing import NgramKeys, plan_ngram_hash
@@ -31,6 +32,7 @@ from xgram_dist.memory.windows import WindowRule
 from xgram_dist.memory.working_set import Lookup, WorkingSet
 from xgram_dist.parallel.device import step_aside
 from xgram_dist.parallel.mesh import Mesh, single_mesh
+from xgram_dist.parallel.ranks import Done
 
 
 class Tables:
@@ -96,11 +98,16 @@ class Tables:
             for state, plan, (received_PW, handle, _) in zip(states, window.slabs, flights, strict=True):
                 handle.wait()
                 whole_UW = _combined(received_PW.to(state.rows.dtype), plan)
-                for table, piece in zip(state.slab.tables, whole_UW.split(state.widths, dim=1), strict=True):
-                    if table.site in RESIDUAL_SITES:
+                gradients, columns = SlabGradients(whole_UW), state.slab.columns()
+                for table in state.slab.tables:
+                    piece = whole_UW[:, columns[table.name]]
+                    if self._gathered(table):
                         piece = self.tensor.gather_along(piece, 1)
-                    working.values[table.name] = piece.detach().requires_grad_(training)
+                    leaf = working.values[table.name] = piece.detach().requires_grad_(training)
+                    if training and not self._gathered(table):
+                        gradients.follow(leaf, columns[table.name])
                 working.slabs.append(whole_UW.detach())
+                working.gradients.append(gradients)
         return working
 
     @torch.no_grad()
@@ -108,10 +115,13 @@ class Tables:
         states, plans = self.store.states, working.window.slabs
         with self.ranks.phases("return"):
             flights = []
-            for state, plan, slab_UW in zip(states, plans, working.slabs, strict=True):
+            for state, plan, slab_UW, gradients in zip(states, plans, working.slabs, working.gradients, strict=True):
                 grads_UW = slab_UW.grad  # of who read all at once
                 if grads_UW is None:
-                    grads_UW = torch.cat([self._own_columns(table, working) for table in state.slab.tables], dim=1)
+                    for table in state.slab.tables:
+                        own = self._own_columns(table, working.values[table.name].grad)
+                        gradients.put(state.slab.columns()[table.name], own)
+                    grads_UW = gradients.whole()
                 sent_PW = grads_UW if plan.key_P is None else grads_UW.index_select(0, plan.key_P)
                 flights.append(self._return(sent_PW, state, plan))
             for state, plan, (received_QW, own_PW, handle) in zip(states, plans, flights, strict=True):
@@ -123,6 +133,8 @@ class Tables:
         """(gradients as they come in, those of this rank before the others'; those of this rank; a handle)."""
         own_PW, others_PW = sent_PW[: plan.own], sent_PW[plan.own :]
         copied = 0 if plan.accesses.own is None else plan.own
+        if self.ranks.size == 1:
+            return self._on_wire(own_PW[:copied]), own_PW, Done()
         received_QW = self._empty(copied + self._of_others(plan.answered), state)
         handle = self.ranks.exchange_with_others(
             received_QW[copied:], self._on_wire(others_PW), plan.asked, plan.answered
@@ -133,10 +145,13 @@ class Tables:
     def _of_others(self, counts: list[int]) -> int:
         return sum(counts) - counts[self.ranks.rank]
 
-    def _own_columns(self, table: Table, working: WorkingSet) -> Tensor:
+    def _gathered(self, table: Table) -> bool:
+        """Whether a rank's vectors have the columns of all ranks of the tensor axis."""
+        return table.site in RESIDUAL_SITES and self.tensor.size > 1
+
+    def _own_columns(self, table: Table, gradient: Tensor | None) -> Tensor | None:
         """The gradient of a table's columns held here."""
-        gradient = working.gradient(table.name)
-        if table.site not in RESIDUAL_SITES or self.tensor.size == 1:
+        if gradient is None or not self._gathered(table):
             return gradient
         if self._partial:
             self.tensor.all_reduce_sum(gradient)

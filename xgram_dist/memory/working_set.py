@@ -19,6 +19,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from xgram_dist.memory.gradients import SlabGradients
 from xgram_dist.memory.plan import Window
 
 
@@ -30,16 +31,13 @@ class WorkingSet:
     slabs: list[Tensor] = field(default_factory=list)
     """The same memory, tables that travel together side by side [U, slab width], for who reads all at
     once, and may make it a leaf then."""
+    gradients: list[SlabGradients] = field(default_factory=list)
+    """Of the values, side by side in the same way."""
 
     @property
     def slots(self) -> Tensor:
         """For each token of the window, its row in the values; shaped as the tokens."""
         return self.window.slots
-
-    def gradient(self, name: str) -> Tensor:
-        """The gradient of a table's vectors; zero where no loss depended on them."""
-        leaf = self.values[name]
-        return torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
 
 
 class Lookup(Protocol):

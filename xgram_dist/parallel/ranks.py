@@ -66,7 +66,7 @@ class Ranks:
     def exchange(self, sent: Tensor, sent_counts: list[int], received_counts: list[int]) -> tuple[Tensor, Any]:
         """All-to-all of rows, in flight: (buffer to be filled, handle to wait on)."""
         if self.size == 1:
-            return sent, _Done()
+            return sent, Done()
         received = sent.new_empty(sum(received_counts), *sent.shape[1:])
         return received, self._all_to_all(received, sent, received_counts, sent_counts)
 
@@ -74,7 +74,7 @@ class Ranks:
         """The same without what each rank would send itself, whatever the counts say of it, into a buffer that is
         there; a handle to wait on."""
         if self.size == 1:
-            return _Done()
+            return Done()
         return self._all_to_all(received, sent, *(self._of_others(both) for both in (counts, sent_counts)))
 
     def _of_others(self, counts: list[int]) -> list[int]:
@@ -104,7 +104,9 @@ class Ranks:
             dist.destroy_process_group()
 
 
-class _Done:
+class Done:
+    """A handle of what needs no waiting for."""
+
     def wait(self) -> None:
         pass
 

@@ -62,21 +62,20 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     rows, hit = traffic.rows_held, share * traffic.rows_held
     width, gates = sum(slab.width for slab in slabs), num_gates(config)
     host = config.memory.placement == "host"
-    wire = wire_bytes(config) if axes.data > 1 else 0
-    sent = sum(count * slab.width for count, slab in zip(largest[1], slabs, strict=True))
+    sent = [count * slab.width for count, slab in zip(largest[1], slabs, strict=True)]
     in_place = reads_in_place(config, same_device=not host)
+    one_owner = max(largest[1]) <= largest[0] * (1 + 1e-9)  # a token
     vectors_held = largest[0]
     if in_place:  # the rows read here, whoever reads them, and what comes from the others
-        vectors_held *= 1 - 1 / axes.data
-        vectors_held += hit
+        vectors_held = hit + (1 - 1 / axes.data) * largest[0]
     parts = [
         Part("tables", FP32 * rows * width + rows * (ROW_BYTES + len(slabs)), host=host),
         Part("row_gates", FP32 * rows * gates, host=host),
         *_optimizer_parts(config, kind, rows, hit, len(windows), axes.tensor, in_place),
         Part("working_set", 2 * FP32 * vectors_held * working_set_width(config, axes.tensor)),
-        Part("working_set", FP32 * vectors_held * pieces_width(config, axes.tensor)),
-        Part("exchange_buffers", 2 * wire * sent + FP32 * vectors_held * max(s.width for s in slabs), "exchange"),
-        Part("hit_gradients", 0.0 if in_place else FP32 * hit * (width + gates), "exchange", host),
+        Part("working_set", 2 * FP32 * vectors_held * pieces_width(config, axes.tensor)),
+        Part("exchange_buffers", _on_the_way(config, axes.data, sent, one_owner, in_place), "exchange"),
+        Part("hit_gradients", FP32 * hit * (width + gates), "exchange", host),
     ]
     vectors = [sum(of_slab[s] for _, of_slab in seen) for s in range(len(slabs))]
     numbers = sum(count * slab.width for count, slab in zip(vectors, slabs, strict=True))
@@ -92,6 +91,17 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
         windows=windows,
         distinct_tokens=largest[0],
     )
+
+
+def _on_the_way(config: Config, ranks: int, sent: list[float], one_owner: bool, in_place: bool) -> float:
+    """Bytes of gradients when all have come in; `sent`: numbers of each slab, a rank's own among them."""
+    if ranks == 1:
+        return 0.0
+    wire, elsewhere = wire_bytes(config), 1 - 1 / ranks
+    received = wire * sum(sent) * (elsewhere if in_place else 1)
+    chosen = 0.0 if one_owner else FP32 * sum(sent)  # else they are sent from where they were added up
+    converted = 0.0 if wire == FP32 else wire * elsewhere * sum(sent) + FP32 * max(sent)
+    return received + chosen + converted
 
 
 def wire_bytes(config: Config) -> int:

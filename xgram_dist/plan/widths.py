@@ -10,5 +10,6 @@ def working_set_width(config: Config, tensor: int) -> int:
 
 
 def pieces_width(config: Config, tensor: int) -> int:
-    """Columns that a rank holds beside the whole vectors it gathered from them."""
+    """Columns that a rank holds beside the whole vectors it gathered from them, and whose gradients it holds beside
+    the whole ones."""
     return sum(t.width for t in plan_tables(config, tensor) if t.site in RESIDUAL_SITES) if tensor > 1 else 0

@@ -167,3 +167,26 @@ def test_rows_read_in_place_get_the_gradients_of_all_their_readers(own, others):
     own_RW[touched.place_N[: len(own)]] = upstream[: len(own)]
     gradient = give_back_in_place(own_RW, upstream[len(own) :], accesses)
     torch.testing.assert_close(torch.zeros_like(slab).index_copy_(0, gradient.touched, gradient.rows), expected)
+
+
+def test_gradients_of_all_tables_add_up_in_one_tensor_that_is_sent_as_it_is():
+    settings = tiny.config(memory={"compression": 1.0})
+    made = tiny.tables(settings, F64)
+    asked = torch.stack((tiny.tokens(settings, 6, seed=1), tiny.tokens(settings, 6, seed=2)))
+    working = made.fetch(made.plan(asked, whole=True).result()[0])
+    *used, unused = working.values
+    expected = {name: torch.zeros_like(leaf) for name, leaf in working.values.items()}
+    for number, slots in enumerate(working.slots, 1):
+        sum((number * working.values[name][slots]).square().sum() for name in used).backward()
+        for name in used:
+            leaf = working.values[name].detach()
+            expected[name].index_add_(0, slots, 2 * number**2 * leaf[slots])
+    assert working.values[unused].grad is None
+    memory = {working.values[name].grad.untyped_storage().data_ptr() for name in used}
+    assert len(memory) == 1
+    made.give_back(working)
+    (state,) = made.store.states
+    assert state.gradient.rows.untyped_storage().data_ptr() in memory
+    assert working.values[used[0]].grad.untyped_storage().nbytes() == working.slabs[0].untyped_storage().nbytes()
+    joined = torch.cat([expected[table.name] for table in state.slab.tables], dim=1)
+    torch.testing.assert_close(state.gradient.rows, joined)
