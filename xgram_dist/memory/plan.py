@@ -25,9 +25,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xgram_dist.memory.accesses import Distinct, Touched, make_accesses, make_accesses_in_place
 from xgram_dist.memory.layout import Slab
 from xgram_dist.memory.placement import Placement, owners_of_tokens
-from xgram_dist.memory.retrieval import Accesses, Reads
+from xgram_dist.memory.retrieval import Accesses
 from xgram_dist.memory.routing.routing import Routing
 from xgram_dist.memory.windows import WindowRule
 from xgram_dist.parallel.device import to_device
@@ -190,30 +191,29 @@ class Planner:
         windows = []
         rank = self.ranks.rank
         read = [[self._accesses(s, wanted[w][s], int(asked[w, s, rank])) for s in slabs] for w in range(len(keys))]
-        accesses = [[one for one, _ in of_slab] for of_slab in read]
-        union = [self._union([of_slab[s] for of_slab in accesses]) for s in slabs]
+        union = [self._union([of_slab[s][0] for of_slab in read]) for s in slabs]
         for w, part in enumerate(slices):
             plans = []
             for s in slabs:
-                touched, places = union[s]
+                (here, accesses), (touched, places) = read[w][s], union[s]
                 key_P, by_key_P, starts_U = self._combination(pairs[w][s][0], len(keys[w]))
                 plans.append(
                     SlabPlan(
                         asked=asked[w, s].tolist(),
                         answered=answered[w, s].tolist(),
-                        own=accesses[w][s].touched_R.numel() if self._in_place else int(asked[w, s, rank]),
+                        own=len(here.rows_R) if self._in_place else int(asked[w, s, rank]),
                         key_P=key_P,
                         by_key_P=by_key_P,
                         key_starts_U=starts_U,
-                        accesses=accesses[w][s],
-                        step_touched=touched,
+                        accesses=accesses,
+                        step_touched=accesses.touched_R if touched is None else touched,
                         place_R=places[w],
                         off_rank=self._off_rank(pairs[w][s]),
                     )
                 )
             slots, of_rows = found[w][1], keys[w]
             if self._in_place:
-                slots, of_rows = self._among_rows(slots, of_rows, *read[w][0])
+                slots, of_rows = self._among_rows(slots, of_rows, read[w][0][0])
             windows.append(Window(part, to_device(torch.from_numpy(slots), self.device), len(keys[w]), plans, of_rows))
         return windows
 
@@ -245,24 +245,22 @@ class Planner:
         ]
         return np.moveaxis(from_rank, 0, 2), wanted
 
-    def _accesses(self, slab: int, keys_Q: Integers, own: int) -> tuple[Accesses, "Touched"]:
-        """The accesses of these tokens to rows owned here; this rank itself asks for the first `own`."""
+    def _accesses(self, slab: int, keys_Q: Integers, own: int) -> tuple[Touched, Accesses]:
+        """The rows owned here that these tokens read, and how; this rank itself asks for the first `own`."""
         row_map = self.maps[slab]
         if row_map is None:
             rows_Q = keys_Q // self.ranks.size
             touched = Touched(rows_Q, own, self._of_rows)
             if self._in_place:
-                return make_accesses_in_place(touched, self.store_device), touched
-            return make_accesses(touched, None, None, own, self.store_device), touched
+                return touched, make_accesses_in_place(touched, self.store_device)
+            return touched, make_accesses(touched, None, None, own, self.store_device)
         start = row_map.offsets[keys_Q]
         counts = row_map.offsets[keys_Q + 1] - start
         _, entry_N = _expand(start, counts)
         touched = Touched(row_map.rows[entry_N], int(counts[:own].sum()), self._of_rows)
-        return make_accesses(touched, counts, row_map.coefficients[entry_N], own, self.store_device), touched
+        return touched, make_accesses(touched, counts, row_map.coefficients[entry_N], own, self.store_device)
 
-    def _among_rows(
-        self, index: Integers, keys_U: Integers, accesses: Accesses, touched: "Touched"
-    ) -> tuple[Integers, Integers]:
+    def _among_rows(self, index: Integers, keys_U: Integers, touched: Touched) -> tuple[Integers, Integers]:
         """Places among the distinct tokens -> places in a working set that begins with the rows read here; and the
         tokens of that."""
         own, rows = touched.of_own, len(touched.rows_R)
@@ -270,11 +268,11 @@ class Planner:
         here_R = touched.rows_R * self.ranks.size + self.ranks.rank
         return slot_U[index], np.concatenate((here_R, keys_U[own:]))
 
-    def _union(self, accesses: list[Accesses]) -> tuple[Tensor, list[Tensor | None]]:
-        """The rows of all windows, and where each window's rows are among them."""
-        if len(accesses) == 1:
-            return accesses[0].touched_R, [None]
-        parts = [one.touched_R.cpu().numpy() for one in accesses]
+    def _union(self, of_windows: list[Touched]) -> tuple[Tensor | None, list[Tensor | None]]:
+        """The rows of all windows, and where each window's rows are among them; None: there is one window."""
+        if len(of_windows) == 1:
+            return None, [None]
+        parts = [one.rows_R for one in of_windows]
         touched, places = self._of_rows(np.concatenate(parts))
         return self._place(touched), [self._place(p) for p in np.split(places, np.cumsum([len(p) for p in parts])[:-1])]
 
@@ -292,115 +290,6 @@ class Planner:
 
     def _place(self, array: NDArray[Any]) -> Tensor:
         return to_device(torch.from_numpy(array), self.store_device)
-
-
-class Touched:
-    """The distinct rows of some accesses: first those that others ask for, then the rest, both ascending."""
-
-    def __init__(self, rows_N: Integers, of_own: int, distinct: "Distinct"):
-        """This rank itself makes the first `of_own` accesses."""
-        rows_R, place_N = distinct(rows_N)
-        for_others_R = np.zeros(len(rows_R), dtype=bool)
-        for_others_R[place_N[of_own:]] = True
-        order_R = np.concatenate((np.flatnonzero(for_others_R), np.flatnonzero(~for_others_R)))
-        self.of_own, self.for_others = of_own, int(for_others_R.sum())
-        self.rows_R: Integers = rows_R[order_R]
-        self.place_N: Integers = np.argsort(order_R)[place_N]
-        """Of each access, among them."""
-
-
-def make_accesses(
-    touched: Touched,
-    counts_Q: Integers | None,
-    coefficients_N: NDArray[Any] | None,
-    own: int,
-    device: torch.device,
-) -> Accesses:
-    """Accesses given token by token, as `counts_Q` of each token; without counts, one a token. This rank itself asks
-    for the first `own` tokens."""
-    place_N, of_own = touched.place_N, touched.of_own
-    by_row_N, starts_R = _by_row(place_N, len(touched.rows_R))
-    token_N = None if counts_Q is None else np.repeat(np.arange(len(counts_Q)), counts_Q)
-
-    def place(array: NDArray[Any]) -> Tensor:
-        return to_device(torch.from_numpy(array), device)
-
-    def reads(tokens: slice, accesses: slice) -> Reads:
-        of_Q = None if counts_Q is None else counts_Q[tokens]
-        return Reads(
-            count=len(place_N[accesses]) if of_Q is None else len(of_Q),
-            place_N=None if of_Q is None and _in_order(place_N[accesses]) else place(place_N[accesses]),
-            starts_Q=None if of_Q is None else place(np.cumsum(of_Q) - of_Q),
-            coefficients_N=None if coefficients_N is None else place(coefficients_N[accesses]),
-        )
-
-    return Accesses(
-        touched_R=place(touched.rows_R),
-        for_others=touched.for_others,
-        others=reads(slice(own, None), slice(of_own, None)),
-        own=reads(slice(own), slice(of_own)),
-        by_row_N=place(by_row_N if token_N is None else token_N[by_row_N]),
-        row_starts_R=place(starts_R),
-        row_coefficients_N=None if coefficients_N is None else place(coefficients_N[by_row_N]),
-    )
-
-
-def make_accesses_in_place(touched: Touched, device: torch.device) -> Accesses:
-    """The same where a token reads one row, and this rank reads its own where they are."""
-    place_N = touched.place_N[touched.of_own :]
-    by_row_N, starts_R = _by_row(place_N, touched.for_others)
-    in_order = _in_order(place_N)
-
-    def place(array: NDArray[Any]) -> Tensor:
-        return to_device(torch.from_numpy(array), device)
-
-    return Accesses(
-        touched_R=place(touched.rows_R),
-        for_others=touched.for_others,
-        others=Reads(len(place_N), None if in_order else place(place_N), None, None),
-        own=None,
-        by_row_N=None if in_order else place(by_row_N),
-        row_starts_R=place(starts_R),
-        row_coefficients_N=None,
-    )
-
-
-def _by_row(place_N: Integers, rows: int) -> tuple[Integers, Integers]:
-    """(accesses row by row, the first of them for each row)."""
-    readers_R = np.bincount(place_N, minlength=rows)
-    return np.argsort(place_N, kind="stable"), np.cumsum(readers_R) - readers_R
-
-
-def _in_order(place_N: Integers) -> bool:
-    return np.array_equal(place_N, np.arange(len(place_N)))
-
-
-SORTED_FROM = 96
-"""Numbers below the limit for each value, from which sorting is faster. 4,096 values take 0.08 ms without and 0.16 with
-it below a limit of 75,968; 0.39 without and 0.17 with it below 1.2 million."""
-
-
-class Distinct:
-    """Distinct values of integers below a limit, ascending, and where each is among them; without sorting, unless the
-    limit is so high that going through all numbers below it takes longer."""
-
-    def __init__(self, limit: int):
-        self._limit = limit
-        self._seen = np.zeros(limit, dtype=bool)
-        self._place = np.empty(limit, dtype=np.int64)
-
-    def __call__(self, values: Integers) -> tuple[Integers, Integers]:
-        if values.size * SORTED_FROM < self._limit:
-            found, places = np.unique(values, return_inverse=True)
-            return found.astype(np.int64), places.reshape(values.shape)
-        self._seen[values] = True
-        found = np.flatnonzero(self._seen)
-        self._seen[found] = False
-        self._place[found] = np.arange(len(found))
-        return found, self._place[values]
-
-    def count(self, values: Integers) -> int:
-        return len(self(values)[0])
 
 
 def _expand(start: Integers, counts: Integers) -> tuple[Integers, Integers]:

@@ -3,7 +3,8 @@
 import numpy as np
 import pytest
 
-from xgram_dist.memory.plan import SORTED_FROM, Distinct, OwnerOrder, RowNumbers
+from xgram_dist.memory.accesses import SORTED_FROM, Distinct
+from xgram_dist.memory.plan import OwnerOrder, RowNumbers
 from xgram_dist.parallel.ranks import Ranks
 
 

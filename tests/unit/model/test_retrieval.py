@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgram_dist.memory.plan import Distinct, Touched, make_accesses, make_accesses_in_place
+from xgram_dist.memory.accesses import Distinct, Touched, make_accesses, make_accesses_in_place
 from xgram_dist.memory.retrieval import give_back, give_back_in_place, retrieve, retrieve_into
 
 F64 = torch.float64
