@@ -69,7 +69,7 @@ def _run_rank(rank: int, args: argparse.Namespace, ranks: int, port: int, out: P
     os.dup2(2, 1)  # what libraries print goes to stderr: stdout is for the figures alone
     cores = sorted(os.sched_getaffinity(0))
     torch.set_num_threads(max(1, len(cores) // ranks))
-    if args.tuned:
+    if args.tuned and (ranks <= len(cores) or ranks % len(cores) == 0):
         first = rank * len(cores) // ranks
         os.sched_setaffinity(0, cores[first : max(first + 1, (rank + 1) * len(cores) // ranks)])
     torch.manual_seed(rank)

@@ -198,7 +198,7 @@ def _peers_in(folder: Path | None) -> tuple[str, ...]:
         raise UserError(f"--peers '{folder}' has no exchange.py; give the folder tools/peers of the repository")
     installed = (folder / ".venv").exists()
     found = [name for name in PEERS if installed or not name.startswith("torchrec")]  # the others need torch alone
-    return tuple(name + kept for name in found for kept in (("", TUNED) if name in TWICE else ("",)))
+    return tuple(name + how for name in found for how in (("", TUNED) if name in TWICE else ("",)))
 
 
 def run_w1(size: int, rounds: int, steps: int, peers: Path | None, progress: Progress) -> dict[str, Any]:

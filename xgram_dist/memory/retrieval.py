@@ -90,11 +90,17 @@ def give_back(
     rows_of: Callable[[], tuple[Tensor, Tensor]] | None,
     accesses: Accesses,
     widths: list[int],
+    mean_over: int = 1,
 ) -> RowGradient:
     """The gradient of `retrieve`'s output as the gradient of the rows and gates that were read. `rows_of`: where there
-    are gates, the rows and gates that `retrieve` was given."""
+    are gates, the rows and gates that `retrieve` was given. `mean_over`: ranks, over whose losses the run's is the
+    mean."""
     assert accesses.by_row_N is not None
-    rows_RW = segment_sums(grads_QW, accesses.by_row_N, accesses.row_starts_R, accesses.row_coefficients_N)
+    weights_N = accesses.row_coefficients_N
+    if mean_over > 1:  # with the sum, instead of in a pass of its own
+        ones_N = torch.ones_like(accesses.by_row_N) if weights_N is None else weights_N
+        weights_N = ones_N.to(grads_QW.dtype) / mean_over
+    rows_RW = segment_sums(grads_QW, accesses.by_row_N, accesses.row_starts_R, weights_N)
     if rows_of is None:
         return RowGradient(accesses.touched_R, rows_RW, None)
     read_RW, gates_RJ = rows_of()
@@ -104,12 +110,13 @@ def give_back(
     return RowGradient(accesses.touched_R, rows_RW, inner_RJ * (1 - torch.sigmoid(gates_RJ)))
 
 
-def give_back_in_place(own_RW: Tensor, others_QW: Tensor, accesses: Accesses) -> RowGradient:
-    """The same where this rank reads its rows where they are: the others' gradients are added to its own."""
+def give_back_in_place(own_RW: Tensor, others_QW: Tensor, accesses: Accesses, mean_over: int = 1) -> RowGradient:
+    """The same where this rank reads its rows where they are: the others' gradients are added to its own. The mean is a
+    factor for who reads the gradient next."""
     if accesses.by_row_N is not None:
         others_QW = segment_sums(others_QW, accesses.by_row_N, accesses.row_starts_R, None)
     own_RW[: accesses.for_others].add_(others_QW)
-    return RowGradient(accesses.touched_R, own_RW, None)
+    return RowGradient(accesses.touched_R, own_RW, None, 1 / mean_over)
 
 
 def segment_sums(values: Tensor, index_N: Tensor, starts: Tensor, coefficients_N: Tensor | None) -> Tensor:

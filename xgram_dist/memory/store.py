@@ -109,21 +109,21 @@ class SlabState:
 
         rows_of = None if self.gates is None else read_again
         if plan.accesses.own is None:
-            new = give_back_in_place(own_RW, grads_QW, plan.accesses)
+            new = give_back_in_place(own_RW, grads_QW, plan.accesses, mean_over)
         else:
-            new = give_back(grads_QW, rows_of, plan.accesses, self.widths)
+            new = give_back(grads_QW, rows_of, plan.accesses, self.widths, mean_over)
         if new.gates is not None:
             self.tensor.all_reduce_sum(new.gates)  # a gate scales all columns
         self.hit.index_fill_(0, new.touched, True)
-        new.factor = 1 / mean_over
         if plan.place_R is None:
             self.gradient = new
             return
+        assert new.factor == 1, "in place is for a window that is the whole step"
         if self.gradient is None:
             touched = plan.step_touched
             gates = None if new.gates is None else new.gates.new_zeros(touched.numel(), new.gates.shape[1])
             rows = new.rows.new_zeros(touched.numel(), new.rows.shape[1])
-            self.gradient = RowGradient(touched, rows, gates, new.factor)
+            self.gradient = RowGradient(touched, rows, gates)
         self.gradient.rows.index_add_(0, plan.place_R, new.rows)
         if self.gradient.gates is not None and new.gates is not None:
             self.gradient.gates.index_add_(0, plan.place_R, new.gates)

@@ -118,10 +118,11 @@ class GatheredAdamW:
             root2 = root2.sqrt()
             floor_R1 = torch.full_like(speed_R1, self.adamw.eps) * root2
             beta1, beta2 = self.adamw.betas
-            numbers = beta1 * shrink[0], beta2 * shrink[1], keep_R1, (speed_R1 * (root2 / bias1)).to(speed_R1), floor_R1
+            old = beta1 * shrink[0], beta2 * shrink[1]
+            new = (torch.full_like(speed_R1, one) for one in ((1 - beta1) * factor, (1 - beta2) * factor**2))
+            numbers = *old, *new, keep_R1, (speed_R1 * (root2 / bias1)).to(speed_R1), floor_R1
             any_count(rows_R, values_RW, gradient_RW, *numbers)
-            weights_2 = speed_R1.new_tensor([(1 - beta1) * factor, (1 - beta2) * factor**2])
-            self._step_rows_(*tensors, *numbers, weights_2)
+            self._step_rows_(*tensors, *numbers)
             return
         if factor != 1:
             gradient_RW.mul_(factor)
@@ -163,15 +164,16 @@ def _step_rows_(
     gradient_RW: Tensor,
     old_first_R1: Tensor,
     old_second_R1: Tensor,
+    new_first_R1: Tensor,
+    new_second_R1: Tensor,
     keep_R1: Tensor,
     move_R1: Tensor,
     floor_R1: Tensor,
-    new_2: Tensor,
 ) -> None:
-    """A step of distinct rows as one expression for a compiler: read once, written once. `old_*`, `new_2`: weights of
+    """A step of distinct rows as one expression for a compiler: read once, written once. `old_*`, `new_*`: weights of
     the moments so far, and of the gradient and its square."""
-    first_RW = old_first_R1 * first_SW[rows_R] + new_2[0] * gradient_RW
-    second_RW = old_second_R1 * second_SW[rows_R] + new_2[1] * gradient_RW * gradient_RW
+    first_RW = old_first_R1 * first_SW[rows_R] + new_first_R1 * gradient_RW
+    second_RW = old_second_R1 * second_SW[rows_R] + new_second_R1 * gradient_RW * gradient_RW
     moved_RW = keep_R1 * values_RW - move_R1 * (first_RW / (second_RW.sqrt() + floor_R1))
     written_values_SW.index_copy_(0, rows_R, moved_RW)
     written_first_SW.index_copy_(0, rows_R, first_RW)
