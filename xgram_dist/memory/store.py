@@ -28,7 +28,7 @@ from xgram_dist.parallel.device import large_pages
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.ranks import Ranks
 
-INIT_ELEMENTS = 1 << 22
+INIT_ELEMENTS = 1 << 20
 """Elements initialised at a time; bounds the temporary memory."""
 
 
