@@ -1,11 +1,13 @@
 # make demo   from nothing to a trained X-gram model beside its vanilla twin
-# make test   all tests (lint, types, pytest, jobs on a Slurm of its own); test-fast leaves the jobs out
+# make test   all tests (lint, types, pytest, jobs on a Slurm of its own)
+# make test-fast  lint, types, unit and parity tests (under 5 minutes); several ranks, goldens, kills and Slurm are left out
 # make soak   a run that is killed 60 times (some minutes)
+# make golden writes tests/golden/goldens.json anew (some minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 RUN := $(BIN)/xgram-dist
 
-.PHONY: demo test test-fast slurm soak lint lock peers reference clean
+.PHONY: demo test test-fast slurm soak golden lint lock peers reference clean
 
 .venv/installed: requirements.lock pyproject.toml
 	@echo "== environment in .venv (a few minutes, once)"
@@ -32,11 +34,16 @@ demo: .venv/installed
 soak: .venv/installed
 	$(BIN)/python tests/resume/soak.py --kills 60
 
+# The numbers that tests/golden holds every later tree against. Only where numbers are meant to change.
+golden: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/golden/golden_runs.py
+
 test: lint slurm
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5
 
 test-fast: lint
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5 --ignore=tests/slurm
+	@echo "== unit and parity tests; left out: tests/distributed, tests/golden, tests/resume, tests/slurm (make test has them)"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n 2 --dist worksteal --durations=5 tests/unit tests/parity
 
 # Debian's Slurm for tests/slurm, where packages may be installed; without it those tests are skipped and say why.
 SLURM := slurm-wlm munge iproute2
@@ -52,6 +59,7 @@ lint: .venv/installed
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+	$(BIN)/lint-imports
 
 # Resolve all dependencies anew (about ten minutes) and pin them.
 lock:
@@ -69,4 +77,4 @@ reference: .venv/installed
 	$(BIN)/python tools/config_reference.py > docs/configuration.md
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

@@ -2,9 +2,9 @@
 
     python tools/consolidate.py runs/tiny-xgram tiny-xgram.safetensors
 
-Rows stand in the order of their numbers, brought up to date where the optimizer was behind with them; every part is
-checked against its checksum. The file is written piece by piece, so that no table is ever whole in memory, aside, and
-renamed when complete. A run folder stands for its newest checkpoint.
+Rows are in global order and caught up; every chunk is verified against its checksum. The file is written block by
+block, so that no table has to fit in memory, under another name, and renamed when complete. A run folder means its
+newest checkpoint.
 """
 
 import argparse
@@ -14,34 +14,35 @@ from pathlib import Path
 
 
 def consolidate(checkpoint: Path, out: Path) -> int:
-    """Bytes written."""
-    from xgram_dist.checkpoint.files import NAMES, blocks, header
-    from xgram_dist.checkpoint.weights import SavedWeights
+    """Write the file; returns its bytes."""
+    from xgram_dist.checkpoint.reader import CheckpointReader
+    from xgram_dist.checkpoint.tensor_file import TORCH_DTYPES, encode_header, tensor_bytes
+    from xgram_dist.console import Progress
     from xgram_dist.errors import UserError
-    from xgram_dist.progress import Progress
 
-    weights = SavedWeights(checkpoint)
-    entries = weights.manifest.tensors
-    # Wide types first, as safetensors itself has it.
-    names = sorted(weights.shapes(), key=lambda name: -NAMES[entries[name].dtype].itemsize)
-    sizes = {name: weights.manifest.bytes_of(name) for name in names}
-    facts = {"step": str(weights.facts["step"]), "name": weights.config.name, "config": weights.facts["config"]}
-    aside = out.with_name(f".{out.name}.part")
+    reader = CheckpointReader(checkpoint)
+    entries = reader.manifest.tensors
+    # Wide dtypes first, as the safetensors package orders them.
+    names = sorted(reader.weight_shapes(), key=lambda name: -TORCH_DTYPES[entries[name].dtype].itemsize)
+    sizes = {name: reader.manifest.nbytes(name) for name in names}
+    layout = {name: (entries[name].dtype, entries[name].shape, sizes[name]) for name in names}
+    metadata = {"step": str(reader.facts["step"]), "name": reader.config.name, "config": reader.facts["config"]}
+    unfinished = out.with_name(f".{out.name}.part")
     try:
-        with aside.open("wb") as file, Progress(sum(sizes.values()) / 1e6, "MB", "writing") as progress:
-            file.write(header({name: (entries[name].dtype, entries[name].shape, sizes[name]) for name in names}, facts))
+        with unfinished.open("wb") as file, Progress(sum(sizes.values()) / 1e6, "MB", "writing") as progress:
+            file.write(encode_header(layout, metadata))
             for name in names:
-                for piece in weights.pieces(name):
-                    for block in blocks(piece):
-                        file.write(block)
-                    progress.update(piece.nbytes / 1e6)
+                for block in reader.blocks(name):
+                    for data in tensor_bytes(block):
+                        file.write(data)
+                    progress.update(block.nbytes / 1e6)
             file.flush()
             os.fsync(file.fileno())
-        aside.replace(out)
+        unfinished.replace(out)
     except OSError as error:
-        raise UserError(f"cannot write '{out}': {error.strerror}; choose another place") from error
+        raise UserError(f"cannot write '{out}': {error.strerror}; choose another path") from error
     finally:
-        aside.unlink(missing_ok=True)
+        unfinished.unlink(missing_ok=True)
     return out.stat().st_size
 
 

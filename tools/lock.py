@@ -1,8 +1,8 @@
-"""Resolve the project's dependencies once and pin them: `make lock`.
+"""Print requirements.lock from a report of `pip install --dry-run --report` (`make lock`).
 
-Set-up then installs the pinned list without resolving (`pip install --no-deps`), which takes minutes less. Left
-out: torchvision, which mosaicml-streaming asks for but this project never uses, and which does not import beside a
-CPU build of torch (xgram_dist/data/streaming_import.py). Prints the lock file; the report of pip is its input.
+The environment is then installed from the pinned list without resolving (`pip install --no-deps`), which saves minutes.
+torchvision is left out: mosaicml-streaming requires it, but this project does not use it, and it cannot be imported
+with a CPU build of torch (xgram_dist/data/streaming_import.py).
 """
 
 import argparse
@@ -10,8 +10,8 @@ import json
 import sys
 
 LEFT_OUT = {"torchvision", "xgram-dist"}
-# A CPU build of torch has no CUDA packages; a lock made beside a CUDA build must not force them on others.
-LEFT_OUT_PREFIXES = ("nvidia-", "cuda-", "triton")
+# Only CUDA builds of torch need these; a lock file made with one must not install them elsewhere.
+LEFT_OUT_PREFIXES = ("nvidia-", "cuda-")
 
 
 def main() -> int:
@@ -24,7 +24,7 @@ def main() -> int:
     for item in installed:
         name = item["metadata"]["name"].lower().replace("_", "-")
         if name not in LEFT_OUT and not name.startswith(LEFT_OUT_PREFIXES):
-            pins[name] = item["metadata"]["version"].partition("+")[0]  # 2.13.0+cpu and 2.13.0 are one release
+            pins[name] = item["metadata"]["version"].partition("+")[0]  # 2.13.0+cpu is the release 2.13.0
     print("# Made by `make lock`; do not edit. Install with: pip install --no-deps -r requirements.lock")
     for name in sorted(pins):
         print(f"{name}=={pins[name]}")

@@ -1,3 +1,3 @@
 """Distributed training of language models whose capacity lives in token-indexed tables."""
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"

@@ -1,6 +1,6 @@
-"""The life of an engine on real ranks, beside a plain loop in one process: what the tests of engines run and assert.
+"""Engines on real ranks beside a plain loop in one process: training, skipped steps, saving and restoring.
 
-Starting processes costs more than training these models, so each test puts many engines through one start.
+Starting processes costs more than training these models, so each test runs many engines in one set of processes.
 """
 
 import gc
@@ -10,13 +10,13 @@ import tiny_models as tiny
 import torch
 from torch.distributed.tensor import DTensor
 
-from xgram_dist.engine import build_engine
-from xgram_dist.engine.boxes import place
-from xgram_dist.memory.tables import Tables
-from xgram_dist.memory.working_set import NoTables
+from xgram_dist.engine import Chunk, build_engine
+from xgram_dist.model.build import build_lookup
 from xgram_dist.parallel.device import DTYPES
 from xgram_dist.parallel.mesh import build_mesh
-from xgram_dist.parallel.tensor import tensor_slice
+from xgram_dist.parallel.tensor_parallel import tensor_slice
+from xgram_dist.tables.exchange import ShardedTables
+from xgram_dist.tables.working_set import NoTables
 
 MICRO_BATCHES, STEPS, RATE = 2, 5, 1e-2
 WARMUP = torch.tensor(0.7, dtype=torch.float64)
@@ -53,19 +53,32 @@ def tokens_of(config, data, step):
 def lookup_of(config, mesh=None):
     if config.memory.method == "vanilla":
         return NoTables(tiny.CPU)
-    return Tables(config, tiny.routing(config), tiny.CPU, mesh)
+    return build_lookup(config, tiny.routing(config), tiny.CPU, mesh)
 
 
 def take_square_sum(lookup):
-    if not isinstance(lookup, Tables):
+    if not isinstance(lookup, ShardedTables):
         return torch.zeros(())
-    total = lookup.store.gradient_square_sum()
-    lookup.store.clear_gradients()
+    total = lookup.shards.gradient_square_sum()
+    tiny.drop_gradients(lookup.shards)
     return total
 
 
+@torch.no_grad()
+def full_parameters(engine):
+    """Every parameter by name in fp32, gathered over the data axis; shards of tensor parallelism stay shards."""
+    whole = {}
+    for shard in engine.parameter_shards():
+        if shard.kind == "weight":
+            value = torch.zeros(shard.shape, dtype=torch.float32, device=engine.device)
+            for chunk in shard.chunks:
+                value[chunk.slices].copy_(chunk.tensor)
+            whole[shard.name] = engine.shard.all_reduce_sum(value)  # every element is on one rank: a gather
+    return whole
+
+
 class Run:
-    """An engine on these ranks, its tables, and its place in the data."""
+    """An engine on these ranks, its tables, and its position in the data."""
 
     def __init__(self, config, world):
         self.config, self.world, self.position = config, world, 0
@@ -76,7 +89,7 @@ class Run:
         self.lookup = lookup_of(config, self.mesh)
 
     def step(self, spoil=None):
-        """(loss, joint norm, square sum of the tables, factor, counted) of the next step; `spoil`: what becomes NaN."""
+        """(loss, joint norm, square sum of the tables, factor, applied) of the next step; `spoil`: what becomes NaN."""
         self.position += 1
         data = self.mesh.data
         tokens = tokens_of(self.config, data.size, self.position)[data.rank]
@@ -94,7 +107,7 @@ class Run:
         data.all_reduce_mean([mean])
         squares = self.world.all_reduce_sum(take_square_sum(self.lookup))
         outcome = self.engine.step(RATE, mean * math.nan if spoil == "loss" else mean, squares)
-        return float(mean), float(outcome.norm), float(squares), outcome.factor, outcome.counted
+        return float(mean), float(outcome.norm), float(squares), outcome.factor, outcome.applied
 
     @torch.no_grad()
     def evaluate(self):
@@ -103,7 +116,7 @@ class Run:
         return float(self.engine.loss(tokens[0], working.slots[0], working.values, WARMUP)[0])
 
     def weights(self):
-        return {name: value.clone() for name, value in self.engine.full_parameters()}
+        return full_parameters(self.engine)
 
     def close(self):
         self.lookup.close()
@@ -173,40 +186,40 @@ def assert_weights(run, expected, where, tolerance=3e-6):
 
 
 def snapshot(run):
-    state = {(p.name, p.kind): [values.clone() for _, values in p.boxes] for p in run.engine.pieces()}
+    state = {(s.name, s.kind): [c.tensor.clone() for c in s.chunks] for s in run.engine.parameter_shards()}
     return state, run.engine.step_count, run.weights()
 
 
 def assert_same(run, saved, where):
     state, count, weights = saved
     assert run.engine.step_count == count, where
-    for piece in run.engine.pieces():
-        for (_, values), old in zip(piece.boxes, state[piece.name, piece.kind], strict=True):
-            assert torch.equal(values, old), f"{where}: {piece.name} {piece.kind}"
+    for shard in run.engine.parameter_shards():
+        for chunk, old in zip(shard.chunks, state[shard.name, shard.kind], strict=True):
+            assert torch.equal(chunk.tensor, old), f"{where}: {shard.name} {shard.kind}"
     for name, value in run.weights().items():
         assert torch.equal(value, weights[name]), f"{where}: {name}"
 
 
 @torch.no_grad()
 def write(run, value_of, count):
-    """Every piece from `value_of(piece, number of the box)`, as a checkpoint is loaded."""
-    for piece in run.engine.pieces():
-        for number, (_, values) in enumerate(piece.boxes):
-            values.copy_(value_of(piece, number))
+    """Every chunk from `value_of(shard, number of the chunk)`, as a checkpoint is loaded."""
+    for shard in run.engine.parameter_shards():
+        for number, chunk in enumerate(shard.chunks):
+            chunk.tensor.copy_(value_of(shard, number))
     run.engine.step_count = count
-    run.engine.loaded()
+    run.engine.after_load()
 
 
 def whole_state(run, where):
-    """All pieces of all ranks of the data axis put together: {(name, kind): array}, and the step."""
-    mine = [(p.name, p.kind, p.shape, [(o, v.numpy()) for o, v in p.boxes]) for p in run.engine.pieces()]
+    """The shards of all ranks of the data axis put together: {(name, kind): array}, and the step."""
+    mine = [(s.name, s.kind, s.shape, [(o, t.numpy()) for o, t in s.chunks]) for s in run.engine.parameter_shards()]
     whole = {}
-    for pieces in run.mesh.data.gather_objects(mine):
-        for name, kind, shape, boxes in pieces:
+    for shards in run.mesh.data.all_gather_object(mine):
+        for name, kind, shape, chunks in shards:
             array = whole.setdefault((name, kind), torch.full(shape, math.nan))
-            for offsets, values in boxes:
-                values = torch.from_numpy(values)
-                there = array[place(offsets, values)]
+            for offsets, values in chunks:
+                chunk = Chunk(offsets, torch.from_numpy(values))
+                there, values = array[chunk.slices], chunk.tensor
                 assert bool((there.isnan() | (there == values)).all()), f"{where}: {name} {kind} differs between ranks"
                 there.copy_(values)
     full = run.weights()
@@ -218,8 +231,8 @@ def whole_state(run, where):
     return {key: array.numpy() for key, array in whole.items()} | {"step": run.engine.step_count}
 
 
-def live_a_life(config, world, where):
-    """Train, skip, be saved, damaged and restored, train on. Returns (steps, run)."""
+def train_skip_and_restore(config, world, where):
+    """Train, skip steps, save, overwrite and restore the state, train on. Returns (steps, run)."""
     run = Run(config, world)
     assert_weights(run, dict(tiny.model(config).named_parameters()), f"{where}: at the start", tolerance=0.0)
     steps = [run.step(), run.step()]
@@ -232,9 +245,9 @@ def live_a_life(config, world, where):
     assert count == 2
     steps.append(run.step())
     after = snapshot(run)
-    write(run, lambda piece, number: torch.full_like(piece.boxes[number][1], 0.5), 77)
+    write(run, lambda shard, number: torch.full_like(shard.chunks[number].tensor, 0.5), 77)
     assert run.engine.step_count == 77
-    write(run, lambda piece, number: saved[0][piece.name, piece.kind][number], count)
+    write(run, lambda shard, number: saved[0][shard.name, shard.kind][number], count)
     run.position -= 1
     assert run.step() == steps[-1], f"{where}: restored"
     assert_same(run, after, f"{where}: restored")

@@ -8,15 +8,14 @@ def follow(ranks, config, lookup_of, batch_of, steps):
     import tiny_models as tiny
 
     from xgram_dist.engine import build_engine
-    from xgram_dist.optim.update import Optimizer
     from xgram_dist.parallel.mesh import build_mesh
-    from xgram_dist.train.step import train_step
+    from xgram_dist.train.step import JointOptimizer, train_step
 
     torch.set_num_threads(1)
     mesh = build_mesh(config, ranks)
     engine = build_engine(config, tiny.model(config, tensor=mesh.tensor), mesh, tiny.CPU)
     lookup = lookup_of(mesh)
-    optimizer = Optimizer(config, engine, lookup, mesh)
+    optimizer = JointOptimizer(config, engine, lookup, mesh)
     losses, norms = [], []
     for step in range(1, steps + 1):
         batch = batch_of(step)

@@ -1,11 +1,29 @@
-"""Run a function on N real gloo ranks and bring back what each returns, or the first failing rank's traceback."""
+"""Run a function on N real gloo ranks and bring back what each returns, or the first failing rank's traceback.
+
+Ranks are forked from a server that has imported torch, DeepSpeed and the package: a rank that imports them itself takes
+five seconds to start.
+"""
 
 import os
 import socket
 import time
 import traceback
+from multiprocessing import forkserver
 
 import torch.multiprocessing as mp
+
+_server = forkserver.ForkServer()  # not the one that data workers are forked from
+_server.set_forkserver_preload(["deepspeed", "xgram_dist.train.trainer", "xgram_dist.engine.deepspeed"])
+
+
+def _start(processes):
+    connect = forkserver.connect_to_new_process
+    forkserver.connect_to_new_process = _server.connect_to_new_process
+    try:
+        for process in processes:
+            process.start()
+    finally:
+        forkserver.connect_to_new_process = connect
 
 
 def _free_port():
@@ -17,12 +35,12 @@ def _free_port():
 def _rank(function, rank, size, port, arguments, results):
     import torch
 
-    from xgram_dist.parallel.ranks import join_ranks
+    from xgram_dist.parallel.mesh import init_world
 
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     torch.set_num_threads(1)
     try:
-        ranks = join_ranks(torch.device("cpu"))
+        ranks = init_world(torch.device("cpu"))
         results.put((rank, True, function(ranks, *arguments)))
         ranks.close()
     except BaseException:
@@ -31,15 +49,14 @@ def _rank(function, rank, size, port, arguments, results):
 
 def run_ranks(function, size, *arguments, timeout=400):
     """[function(ranks, *arguments) of rank 0, of rank 1, ...]; plain data only."""
-    context = mp.get_context("spawn")
+    context = mp.get_context("forkserver")
     results = context.SimpleQueue()
     port = _free_port()
     processes = [
         context.Process(target=_rank, args=(function, rank, size, port, arguments, results), daemon=True)
         for rank in range(size)
     ]
-    for process in processes:
-        process.start()
+    _start(processes)
     found = {}
     end = time.monotonic() + timeout
     try:

@@ -7,11 +7,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from xgram_dist.bench.common import run_on_ranks
 from xgram_dist.bench.exchange import WARM, draw_tokens, run_optimizers, step_times, workload
-from xgram_dist.bench.ranks import run_on_ranks
-from xgram_dist.memory.initial import initial_rows
-from xgram_dist.memory.layout import plan_slabs
+from xgram_dist.model.methods.base import table_layout
 from xgram_dist.optim.schedule import learning_rate, warmup_factor
+from xgram_dist.tables.initial_rows import initial_rows
 
 ROWS, WIDTH, STEPS = 300, 4, WARM + 4
 
@@ -19,7 +19,7 @@ ROWS, WIDTH, STEPS = 300, 4, WARM + 4
 def dense_losses(tokens):
     """Of the first rank: all tables side by side, whole, under torch.optim.AdamW."""
     config = workload(ROWS, WIDTH)
-    (slab,) = plan_slabs(config)
+    (slab,) = table_layout(config).slabs
     std, seed = config.model.init_std, config.train.seed
     made = [initial_rows(torch.arange(ROWS), WIDTH, std, seed, table.name) for table in slab.tables]
     rows = torch.cat(made, dim=1).double().requires_grad_()
@@ -44,7 +44,7 @@ def test_its_steps_are_those_of_adamw_on_whole_tables(tmp_path, optimizer):
     first, _ = run_on_ranks(step_times, 2, str(tmp_path / "tokens.npz"), ROWS, WIDTH, optimizer)
     np.testing.assert_allclose(first["losses"], dense_losses(tokens), rtol=2e-5)
     assert len(first["ms"]) == STEPS - WARM
-    assert first["moved"]["bytes_sent"] >= first["moved"]["bytes_bound"] > 0
+    assert first["exchanged"]["bytes_sent"] >= first["exchanged"]["bytes_bound"] > 0
 
 
 def test_spread_tokens_are_other_rows_of_the_same_owners():

@@ -9,18 +9,17 @@ from inference_helpers import recipe, trained
 from ranks_helper import run_ranks
 from train_helpers import read_metrics
 
+from xgram_dist.analysis.diagnose.measure import measure, open_checkpoint
 from xgram_dist.data.dataset import PreparedData
-from xgram_dist.diagnose.measure import measure
-from xgram_dist.diagnose.open import open_checkpoint
-from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.train.loop import Trainer
+from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.train.trainer import Trainer
 
 
 def figures(ranks, run, data):
     prepared = PreparedData.open(data, "validation")
     opened = open_checkpoint(Path(run), ranks, torch.device("cpu"), prepared.manifest.end_of_text)
     try:
-        held = sum(state.rows.shape[0] for state in opened.store.states)
+        held = sum(state.rows.shape[0] for state in opened.shards)
         return measure(opened, prepared, 6, 2, [1, 10]), held
     finally:
         opened.lookup.close()
@@ -45,7 +44,7 @@ def same(one, other, path="", tolerance=1e-6):
 def test_two_ranks_give_the_figures_of_one(data, tmp_path, optimizer):
     """Three batches on two ranks: one of them only goes along in the last round."""
     trained(recipe(data, "all", memory={"optimizer": optimizer}), tmp_path / "run")
-    expected, all_rows = figures(Ranks(), tmp_path / "run", data)
+    expected, all_rows = figures(ProcessGroup(), tmp_path / "run", data)
     found = run_ranks(figures, 2, str(tmp_path / "run"), str(data))
     for tree, held in found:
         same(expected, tree)
@@ -73,7 +72,7 @@ def test_a_run_logs_the_same_figures_on_any_layout(data, tmp_path, parallel):
     def config(**parallel):
         return recipe(data, "all", train={"diagnose_every": 2, "steps": 2, "micro_batch": 2}, parallel=parallel)
 
-    (expected,) = logged(Ranks(), config(engine="replicated"), tmp_path / "one")
+    (expected,) = logged(ProcessGroup(), config(engine="replicated"), tmp_path / "one")
     (found,) = run_ranks(logged, 2, config(**parallel), str(tmp_path / "two"))[0]
     timing = ("seconds",)
     same(*({k: v for k, v in one.items() if k not in timing} for one in (expected, found)), tolerance=2e-3)

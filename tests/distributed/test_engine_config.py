@@ -1,4 +1,4 @@
-"""What needs no ranks: DeepSpeed's configuration from a recipe, boxes of flat stretches, DeepSpeed missing."""
+"""What needs no ranks: DeepSpeed's configuration from a recipe, chunks of flat ranges, DeepSpeed missing."""
 
 import json
 import sys
@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from xgram_dist.engine import build_engine
-from xgram_dist.engine.boxes import flat_boxes, flat_views, place
-from xgram_dist.engine.deepspeed_config import deepspeed_config
+from xgram_dist.engine.base import chunks_of_flat_range, extents_of_flat_range
+from xgram_dist.engine.deepspeed import deepspeed_config
 from xgram_dist.errors import UserError
 from xgram_dist.parallel.mesh import single_mesh
 
@@ -83,16 +83,16 @@ def test_missing_deepspeed_names_the_way_out(monkeypatch):
 
 
 @given(st.lists(st.integers(1, 5), max_size=4).map(tuple), st.data())
-def test_boxes_are_the_stretch(shape, data):
+def test_chunks_are_the_flat_range(shape, data):
     whole = torch.arange(torch.Size(shape).numel()).view(shape)
     start = data.draw(st.integers(0, whole.numel()))
     stop = data.draw(st.integers(start, whole.numel()))
-    boxes = flat_boxes(shape, start, stop)
-    assert len(boxes) <= max(1, 2 * len(shape) - 1)
-    views = flat_views(shape, start, whole.flatten()[start:stop])
-    assert [offsets for offsets, _ in views] == [offsets for offsets, _ in boxes]
-    found = [whole[place(offsets, values)] for offsets, values in views]
-    for there, (_, values) in zip(found, views, strict=True):
-        assert torch.equal(there, values)
+    extents = extents_of_flat_range(shape, start, stop)
+    assert len(extents) <= max(1, 2 * len(shape) - 1)
+    chunks = chunks_of_flat_range(shape, whole.flatten()[start:stop], start)
+    assert [chunk.offsets for chunk in chunks] == [offsets for offsets, _ in extents]
+    found = [whole[chunk.slices] for chunk in chunks]
+    for there, chunk in zip(found, chunks, strict=True):
+        assert torch.equal(there, chunk.tensor)
     joined = torch.cat([there.flatten() for there in found]) if found else whole.flatten()[:0]
     assert torch.equal(joined, whole.flatten()[start:stop])

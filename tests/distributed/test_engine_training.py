@@ -1,6 +1,6 @@
-"""Every engine on 1, 2, 3 and 4 real ranks: the same training as one process with plain AdamW, and the same life."""
+"""Every engine on 1 to 4 real ranks: the training of one process with plain AdamW; skipped steps, saving, restoring."""
 
-import engine_helper as life
+import engine_helper as helper
 import pytest
 import tiny_models as tiny
 import torch
@@ -10,20 +10,20 @@ from ranks_helper import run_ranks
 def parity(world, states):
     """In fp32, all engines. `states`: saved by others, to be loaded here. Returns what each engine would save."""
     size, saved = world.size, {}
-    plain = life.Plain(life.settings(size, {"engine": "replicated"}), size)
-    expected = [plain.step(step) for step in range(1, life.STEPS + 1)]
+    plain = helper.Plain(helper.settings(size, {"engine": "replicated"}), size)
+    expected = [plain.step(step) for step in range(1, helper.STEPS + 1)]
     evaluated = None
-    cases = [*life.ENGINES, *([{"engine": "hsdp", "replicate": 2, "reshard": False}] if size % 2 == 0 else [])]
+    cases = [*helper.ENGINES, *([{"engine": "hsdp", "replicate": 2, "reshard": False}] if size % 2 == 0 else [])]
     for number, parallel in enumerate(cases):
         where = f"{parallel} on {size}"
-        config = life.settings(size, parallel)
-        steps, run = life.live_a_life(config, world, where)
-        life.assert_close(steps, expected, where)
-        life.assert_weights(run, plain.weights(), where)
+        config = helper.settings(size, parallel)
+        steps, run = helper.train_skip_and_restore(config, world, where)
+        helper.assert_close(steps, expected, where)
+        helper.assert_weights(run, plain.weights(), where)
         value = run.evaluate()
         evaluated = value if evaluated is None else evaluated
         assert value == pytest.approx(evaluated, rel=1e-6), where
-        saved[number] = life.whole_state(run, where)
+        saved[number] = helper.whole_state(run, where)
         if states:
             load(run, states[(number + 2) % len(states)], where)
         run.close()
@@ -32,74 +32,73 @@ def parity(world, states):
 
 def load(run, state, where):
     """What another engine on another number of ranks saved, and two steps from there."""
-    plain = life.Plain(run.config, run.mesh.data.size, state)
+    plain = helper.Plain(run.config, run.mesh.data.size, state)
 
-    def part(piece, number):
-        offsets, values = piece.boxes[number]
-        return torch.from_numpy(state[piece.name, piece.kind])[life.place(offsets, values)]
+    def saved_chunk(shard, number):
+        return torch.from_numpy(state[shard.name, shard.kind])[shard.chunks[number].slices]
 
-    life.write(run, part, state["step"])
+    helper.write(run, saved_chunk, state["step"])
     run.position = 10
     for step in (11, 12):
-        life.assert_close([run.step()], [plain.step(step)], f"{where}: loaded")
-    life.assert_weights(run, plain.weights(), f"{where}: loaded", tolerance=1e-6)
+        helper.assert_close([run.step()], [plain.step(step)], f"{where}: loaded")
+    helper.assert_weights(run, plain.weights(), f"{where}: loaded", tolerance=1e-6)
 
 
 def variants(world):
     """bf16; optimizer state in host memory; activation checkpointing; stage 3 with whole vectors."""
     size = world.size
-    plain = life.Plain(life.settings(size, {"engine": "replicated"}), size)
-    expected = [plain.step(step) for step in range(1, life.STEPS + 1)]
-    for parallel in (*life.ENGINES, {**life.STAGES[0], "offload": True}, {**life.STAGES[2], "offload": True}):
+    plain = helper.Plain(helper.settings(size, {"engine": "replicated"}), size)
+    expected = [plain.step(step) for step in range(1, helper.STEPS + 1)]
+    for parallel in (*helper.ENGINES, {**helper.STAGES[0], "offload": True}, {**helper.STAGES[2], "offload": True}):
         where = f"{parallel} in bf16"
-        steps, run = life.live_a_life(life.settings(size, parallel, precision="bf16"), world, where)
+        steps, run = helper.train_skip_and_restore(helper.settings(size, parallel, precision="bf16"), world, where)
         for found, wanted in zip(steps, expected, strict=True):
             assert found[0] == pytest.approx(wanted[0], rel=2e-3), where
             assert found[1] == pytest.approx(wanted[1], rel=0.15), where
-        life.whole_state(run, where)
+        helper.whole_state(run, where)
         run.close()
     whole_vectors = {"zero_optimization": {"stage3_param_persistence_threshold": 1000}}
     for parallel in (
         {"engine": "hsdp"},
-        {**life.STAGES[1], "offload": True},
-        {**life.STAGES[2], "offload": True},
-        {**life.STAGES[2], "deepspeed": whole_vectors},
+        {**helper.STAGES[1], "offload": True},
+        {**helper.STAGES[2], "offload": True},
+        {**helper.STAGES[2], "deepspeed": whole_vectors},
     ):
         where = f"{parallel}, checkpointing"
-        steps, run = life.live_a_life(life.settings(size, parallel, checkpointing=True), world, where)
-        life.assert_close(steps, expected, where)
-        life.assert_weights(run, plain.weights(), where)
+        steps, run = helper.train_skip_and_restore(helper.settings(size, parallel, checkpointing=True), world, where)
+        helper.assert_close(steps, expected, where)
+        helper.assert_weights(run, plain.weights(), where)
         run.close()
 
 
 def shares(world):
     """What a rank holds between steps, in shares of the fp32 parameters."""
     found = {}
-    for name, parallel in {"hsdp": {"engine": "hsdp"}, "stage 3": life.STAGES[2]}.items():
-        config = life.settings(world.size, parallel, method="vanilla")
+    for name, parallel in {"hsdp": {"engine": "hsdp"}, "stage 3": helper.STAGES[2]}.items():
+        config = helper.settings(world.size, parallel, method="vanilla")
         share = 4 * sum(p.numel() for p in tiny.model(config).parameters()) / world.size
-        before = life.live_bytes()
-        run = life.Run(config, world)
+        before = helper.live_bytes()
+        run = helper.Run(config, world)
         run.step()
-        between = life.live_bytes() - before
+        between = helper.live_bytes() - before
         run.evaluate()
-        found[name] = between / share, (life.live_bytes() - before) / share
+        found[name] = between / share, (helper.live_bytes() - before) / share
         run.close()
         del run  # or it would count for the next one
-    return found, 4 * life.CUT_ALL["zero_optimization"]["reduce_bucket_size"] / share
+    return found, 4 * helper.CUT_ALL["zero_optimization"]["reduce_bucket_size"] / share
 
 
 def tensor_parallel(world):
     """Two ranks share each layer: the joint norm counts every gradient once."""
     data = world.size // 2
-    plain = life.Plain(life.settings(data, {"engine": "replicated"}), data)
+    plain = helper.Plain(helper.settings(data, {"engine": "replicated"}), data)
     expected = [plain.step(step) for step in (1, 2)]
-    for parallel in life.ENGINES:
+    for parallel in helper.ENGINES:
         where = f"{parallel}, tensor 2"
-        run = life.Run(life.settings(data, {**parallel, "tensor": 2}), world)
+        run = helper.Run(helper.settings(data, {**parallel, "tensor": 2}), world)
         assert run.engine.tensor_dims
-        life.assert_close([run.step(), run.step()], expected, where)
-        life.assert_weights(run, plain.weights(), where)
+        helper.assert_close([run.step(), run.step()], expected, where)
+        helper.assert_weights(run, plain.weights(), where)
         run.close()
 
 

@@ -5,7 +5,7 @@ import pytest
 from follow_helper import follow
 from ranks_helper import run_ranks
 
-STEPS, SEQUENCES = 20, 4
+STEPS, SEQUENCES = 12, 4
 ENGINES = {
     "replicated": {"engine": "replicated"},
     "hsdp": {"engine": "hsdp"},
@@ -50,9 +50,9 @@ def run_cases(ranks, cases):
 
 @pytest.fixture(scope="module")
 def one_process():
-    from xgram_dist.parallel.ranks import Ranks
+    from xgram_dist.parallel.process_group import ProcessGroup
 
-    return {method: run(Ranks(), {"engine": "replicated"}, method) for method in METHODS}
+    return {method: run(ProcessGroup(), {"engine": "replicated"}, method) for method in METHODS}
 
 
 @pytest.mark.parametrize(("size", "method"), [(1, "xgram"), (2, "xgram"), (2, "vanilla"), (4, "xgram")])
@@ -78,9 +78,9 @@ def test_every_engine_and_tensor_degree_follows_the_run_of_one_process(one_proce
 
 
 def test_adagrad_has_one_number_for_a_row_whose_columns_lie_with_several_ranks():
-    from xgram_dist.parallel.ranks import Ranks
+    from xgram_dist.parallel.process_group import ProcessGroup
 
-    losses, norms = run(Ranks(), {"engine": "replicated"}, "xgram", "adagrad")
+    losses, norms = run(ProcessGroup(), {"engine": "replicated"}, "xgram", "adagrad")
     for of_rank in run_ranks(run, 2, {"engine": "replicated", "tensor": 2}, "xgram", "adagrad"):
         np.testing.assert_allclose(of_rank[0], losses, rtol=1e-4)
         np.testing.assert_allclose(of_rank[1], norms, rtol=1e-5)

@@ -11,12 +11,15 @@ from ranks_helper import run_ranks
 from train_helpers import read_metrics
 
 from xgram_dist.cli.main import main
-from xgram_dist.eval.scoring import CheckpointScorer, Row
-from xgram_dist.inference.open import Checkpoint
-from xgram_dist.train.evaluation import EngineScorer
-from xgram_dist.train.loop import Trainer
+from xgram_dist.eval.scoring import CheckpointScorer, EngineScorer, ScoringInput
+from xgram_dist.inference.model import Checkpoint
+from xgram_dist.train.trainer import Trainer
 
-ROWS = [Row([5, 6, 7, 8, 9], [[8, 9, 11], [40]]), Row([30, 31], [[31, 2]]), Row(list(range(31)), [[30, 4]])]
+INPUTS = [
+    ScoringInput([5, 6, 7, 8, 9], [[8, 9, 11], [40]]),
+    ScoringInput([30, 31], [[31, 2]]),
+    ScoringInput(list(range(31)), [[30, 4]]),
+]
 
 
 def _train_and_score(ranks, config, folder: Path) -> None:
@@ -24,7 +27,7 @@ def _train_and_score(ranks, config, folder: Path) -> None:
     trainer = Trainer(config, folder, fresh=False, ranks=ranks)
     close, trainer.lookup.close = trainer.lookup.close, lambda: None
     assert trainer.run() == 0
-    found = EngineScorer(config, trainer.engine, trainer.lookup).score(ROWS)
+    found = EngineScorer(config, trainer.engine, trainer.lookup).score(INPUTS)
     close()
     if ranks.first:
         (folder / "scores.json").write_text(json.dumps(found))
@@ -46,7 +49,7 @@ def test_scores_in_training_are_those_of_the_checkpoint(data: Path, tmp_path: Pa
     folder = tmp_path / "run"
     run_ranks(_train_and_score, size, config, folder)
     scorer = CheckpointScorer(Checkpoint.find(folder).load(torch.device("cpu")))
-    expected = scorer.score(ROWS)
+    expected = scorer.score(INPUTS)
     found = json.loads((folder / "scores.json").read_text())
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from train_helpers import read_metrics, saved_weights, small_config
 
-from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.config import dump_config
 
 
@@ -150,6 +150,7 @@ def test_a_rank_that_waits_too_long_says_on_which_step_and_phase(tmp_path, data)
     phases = "plan|fetch|wait|compute|return|update|agree"
     assert re.search(rf"rank 0: step \d+, phase '({phases})': waited 3 s", errors), errors
     assert "train.collective_timeout" in errors
+    assert "most recent call first" in (tmp_path / "run" / "watchdog" / "rank-0.txt").read_text()
 
 
 def test_a_window_too_small_for_a_micro_batch_is_refused_by_all_ranks_before_training(tmp_path, data):
@@ -188,7 +189,7 @@ def test_ctrl_c_ends_all_ranks_after_the_same_step(tmp_path, data):
     end = read_metrics(tmp_path / "run", "end")[0]
     assert not end["complete"]
     assert f"stopped after step {end['step']}" in output
-    assert found_steps(tmp_path / "run") == [end["step"]]
+    assert list_steps(tmp_path / "run") == [end["step"]]
 
 
 def test_ranks_with_different_recipes_are_refused_on_all_ranks(tmp_path, data):

@@ -48,9 +48,9 @@ def run_cases(ranks, cases):
 
 @pytest.fixture(scope="module")
 def one_process():
-    from xgram_dist.parallel.ranks import Ranks
+    from xgram_dist.parallel.process_group import ProcessGroup
 
-    return {method: run(Ranks(), {"engine": "replicated"}, method) for method in METHODS}
+    return {method: run(ProcessGroup(), {"engine": "replicated"}, method) for method in METHODS}
 
 
 @pytest.mark.parametrize("size", LAYOUTS)
@@ -66,9 +66,9 @@ def test_every_method_follows_its_run_of_one_process(one_process, size):
 
 @pytest.mark.parametrize("method", ["mort", "engram"])
 def test_a_window_a_micro_batch_gives_the_same_step(one_process, method):
-    from xgram_dist.parallel.ranks import Ranks
+    from xgram_dist.parallel.process_group import ProcessGroup
 
-    losses, norms = run(Ranks(), {"engine": "replicated"}, method, window=1)
+    losses, norms = run(ProcessGroup(), {"engine": "replicated"}, method, window=1)
     np.testing.assert_allclose(losses, one_process[method][0], rtol=1e-5)
     np.testing.assert_allclose(norms, one_process[method][1], rtol=1e-5)
 

@@ -5,6 +5,8 @@ import pytest
 import torch
 from ranks_helper import run_ranks
 
+from xgram_dist.model.methods.base import table_layout
+
 STEPS = 20
 SEQUENCES = 12
 SITES = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
@@ -34,24 +36,20 @@ def train(ranks, memory, dtype=torch.float64, steps=STEPS):
     import tiny_models as tiny
 
     from xgram_dist.engine import build_engine
-    from xgram_dist.memory.tables import store_of
     from xgram_dist.model.build import build_lookup
-    from xgram_dist.optim.update import Optimizer
     from xgram_dist.parallel.mesh import single_mesh
-    from xgram_dist.train.step import train_step
+    from xgram_dist.tables.exchange import shards_of
+    from xgram_dist.train.step import JointOptimizer, train_step
 
     settings = tiny.config(memory=memory)
     share = SEQUENCES // ranks.size
     micro_batches = share if "KiB" in str(settings.memory.window) else next(n for n in (3, 2) if share % n == 0)
     lookup = build_lookup(settings, tiny.routing(settings), tiny.CPU, single_mesh(ranks))
-    owned = store_of(lookup)
-    for state in owned.states:
-        state.rows = state.rows.to(dtype)
-        if state.gates is not None:
-            state.gates = state.gates.to(dtype)
+    owned = shards_of(lookup)
+    tiny.convert(owned, dtype)
     model = tiny.model(settings, dtype)
     mesh = single_mesh(ranks)
-    optimizer = Optimizer(settings, build_engine(settings, model, mesh, tiny.CPU), lookup, mesh)
+    optimizer = JointOptimizer(settings, build_engine(settings, model, mesh, tiny.CPU), lookup, mesh)
     losses, norms = [], []
     for step in range(1, steps + 1):
         # Half the steps see few tokens, so that rows are left out for some steps and then hit again.
@@ -61,7 +59,7 @@ def train(ranks, memory, dtype=torch.float64, steps=STEPS):
         losses.append(float(result.loss))
         norms.append(float(result.gradient_norm))
     tables = {
-        name: (owned.states[0].owned.numpy(), value.detach().numpy()) for name, value in owned.named_tensors().items()
+        name: (owned[0].row_ids.numpy(), value.detach().numpy()) for name, value in tiny.table_tensors(owned).items()
     }
     lookup.close()
     backbone = {name: value.detach().numpy() for name, value in model.named_parameters()}
@@ -91,9 +89,9 @@ def one_process():
             memory["optimizer"] = "dense"
         key = repr(memory)
         if key not in made:
-            from xgram_dist.parallel.ranks import Ranks
+            from xgram_dist.parallel.process_group import ProcessGroup
 
-            made[key] = train(Ranks(), memory)
+            made[key] = train(ProcessGroup(), memory)
         return made[key]
 
     return get
@@ -142,11 +140,11 @@ def odd_batches(ranks):
     worst = 0.0
     for memory in (CASES["50 %"], CASES["100 %"]):
         settings = tiny.config(memory=memory)
-        from xgram_dist.memory.tables import Tables
         from xgram_dist.parallel.mesh import single_mesh
+        from xgram_dist.tables.exchange import ShardedTables
 
-        sharded = Tables(settings, tiny.routing(settings), tiny.CPU, single_mesh(ranks))
-        whole = Tables(settings, tiny.routing(settings), tiny.CPU)
+        sharded = ShardedTables(settings, table_layout(settings), tiny.routing(settings), tiny.CPU, single_mesh(ranks))
+        whole = ShardedTables(settings, table_layout(settings), tiny.routing(settings), tiny.CPU)
         first = ranks.rank == 0
         for asked in (
             torch.tensor([5]),
@@ -161,7 +159,7 @@ def odd_batches(ranks):
                 worst = max([worst, *difference.view(-1).tolist()])
                 value.grad = torch.ones_like(value)
             sharded.give_back(got)
-            sharded.store.clear_gradients()
+            tiny.drop_gradients(sharded.shards)
     return worst
 
 

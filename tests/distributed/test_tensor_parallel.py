@@ -64,11 +64,12 @@ def batch_of(settings, seed=0):
 
 def leaves_of(settings, ranks):
     """A working set of the whole vocabulary, as a rank of the tensor axis gets it."""
-    from xgram_dist.memory.layout import RESIDUAL_SITES, plan_tables
+    from xgram_dist.model.methods.base import table_layout
+    from xgram_dist.tables.layout import RESIDUAL_SITES
 
     generator = torch.Generator().manual_seed(4)
     leaves = {}
-    for table in plan_tables(settings):
+    for table in table_layout(settings).tables:
         whole = torch.randn(VOCABULARY, table.width, dtype=F64, generator=generator)
         if table.site not in RESIDUAL_SITES:
             whole = whole.chunk(ranks.size, 1)[ranks.rank].contiguous()
@@ -78,7 +79,7 @@ def leaves_of(settings, ranks):
 
 def complete(settings, leaves, ranks):
     """Sum over the tensor axis what a residual site's leaf has in parts."""
-    from xgram_dist.memory.layout import RESIDUAL_SITES, residual_gradients_are_partial
+    from xgram_dist.tables.layout import RESIDUAL_SITES, residual_gradients_are_partial
 
     for name, leaf in leaves.items():
         if name.split(".")[2] in RESIDUAL_SITES and residual_gradients_are_partial(settings):
@@ -87,8 +88,8 @@ def complete(settings, leaves, ranks):
 
 def tensors(made, leaves, axis, value):
     """{name: (part, shape of the whole, where the part begins)} of parameters and leaves."""
-    from xgram_dist.memory.layout import RESIDUAL_SITES
-    from xgram_dist.parallel.tensor import global_shape_and_offset
+    from xgram_dist.parallel.tensor_parallel import global_shape_and_offset
+    from xgram_dist.tables.layout import RESIDUAL_SITES
 
     found = {}
     for name, parameter in made.named_parameters():
@@ -147,11 +148,12 @@ def run_hidden(ranks, sequence):
 
 
 def initial(ranks):
-    from xgram_dist.model.initial import initialise
+    from xgram_dist.model.build import initialise
     from xgram_dist.model.transformer import Transformer
+    from xgram_dist.parallel.tensor_parallel import tensor_axis
 
     settings = settings_of("all sites", False, ranks.size)
-    made = Transformer(settings, tensor=ranks)
+    made = Transformer(settings, axis=tensor_axis(ranks, settings.parallel.sequence_parallel))
     initialise(made, settings)
     return tensors(made, {}, ranks, torch.Tensor.detach)
 
@@ -179,17 +181,19 @@ def shapes(ranks, sequence):
     return tuple(made.head.weight.shape), tuple(made.embedding.shape), seen.found
 
 
-def cross_entropies(ranks, sequence):
+def cross_entropies(ranks, sequence, compiled=False):
     """Loss, entropy, gradients of hidden states and of this rank's rows of the head, with extreme logits among them."""
-    from xgram_dist.model.loss import chunked_cross_entropy
-    from xgram_dist.parallel.tensor import tensor_axis
+    from xgram_dist.model.loss import EAGER, CompiledPasses, vocab_parallel_cross_entropy
+    from xgram_dist.parallel.tensor_parallel import tensor_axis
 
     axis = tensor_axis(ranks, sequence)
     hidden, weight, labels = loss_inputs()
-    part = hidden[:, axis.part(LENGTH)] if sequence else hidden
-    mine = weight[axis.part(VOCABULARY)]
+    part = hidden[:, axis.local_slice(LENGTH)] if sequence else hidden
+    mine = weight[axis.local_slice(VOCABULARY)]
     part, mine = part.clone().requires_grad_(), mine.clone().requires_grad_()
-    loss, entropy = chunked_cross_entropy(part, mine, labels, 0.1, 5, axis)
+    loss, entropy = vocab_parallel_cross_entropy(
+        part, mine, labels, 0.1, 5, axis, CompiledPasses() if compiled else EAGER
+    )
     (3 * loss).backward()
     return float(loss.detach()), float(entropy), part.grad.numpy(), mine.grad.numpy()
 
@@ -215,6 +219,8 @@ def run_all(ranks):
         found["bf16", sequence] = run_case(ranks, "all sites", sequence, torch.bfloat16)
     for variant in COMPILED if ranks.size == 2 else []:
         found["compiled", *variant] = run_case(ranks, *variant, compiled=True)
+    if ranks.size == 2:
+        found["entropy, compiled", False] = cross_entropies(ranks, False, compiled=True)
     found["initial"] = initial(ranks)
     return found
 
@@ -227,14 +233,14 @@ def on_ranks(request):
 @pytest.fixture(scope="module")
 def alone():
     """The same functions in one process, each result made once."""
-    from xgram_dist.parallel.ranks import Ranks
+    from xgram_dist.parallel.process_group import ProcessGroup
 
     made = {}
 
     def get(function, *arguments):
         key = (function.__name__, arguments)
         if key not in made:
-            made[key] = function(Ranks(), *arguments)
+            made[key] = function(ProcessGroup(), *arguments)
         return made[key]
 
     return get
@@ -292,8 +298,10 @@ def test_hidden_states_are_whole_on_every_rank(on_ranks, alone, sequence):
     assert_same_tensors([found["hidden", sequence][1] for found in on_ranks], gradients)
 
 
-@pytest.mark.parametrize("sequence", [False, True])
-def test_cross_entropy_over_a_spread_vocabulary_equals_the_plain_formula(on_ranks, sequence):
+@pytest.mark.parametrize(("passes", "sequence"), [("entropy", False), ("entropy", True), ("entropy, compiled", False)])
+def test_cross_entropy_over_a_spread_vocabulary_equals_the_plain_formula(on_ranks, passes, sequence):
+    if (passes, sequence) not in on_ranks[0]:
+        pytest.skip("passes are compiled on two ranks only")
     hidden, weight, labels = loss_inputs()
     hidden.requires_grad_()
     weight.requires_grad_()
@@ -301,7 +309,7 @@ def test_cross_entropy_over_a_spread_vocabulary_equals_the_plain_formula(on_rank
     entropy = F.cross_entropy(logits, labels.reshape(-1), ignore_index=-1)
     loss = entropy + 0.1 * logits.logsumexp(-1)[labels.reshape(-1) != -1].square().mean()
     (3 * loss).backward()
-    results = [found["entropy", sequence] for found in on_ranks]
+    results = [found[passes, sequence] for found in on_ranks]
     for result in results:
         np.testing.assert_allclose(result[:2], (float(loss.detach()), float(entropy.detach())), rtol=1e-12)
         if not sequence:
@@ -350,16 +358,16 @@ def test_compiled_blocks_have_no_graph_break_and_the_same_numbers(on_ranks, alon
 
 
 def test_a_width_that_cannot_be_divided_is_refused_in_words():
-    from xgram_dist.parallel.tensor import TensorAxis
+    from xgram_dist.parallel.tensor_parallel import TensorAxis
 
     axis = TensorAxis(rank=1, size=4)
-    assert axis.part(12) == slice(3, 6)
+    assert axis.local_slice(12) == slice(3, 6)
     with pytest.raises(ValueError, match="10 cannot be divided evenly over 4 tensor-parallel ranks"):
-        axis.share(10)
+        axis.local_size(10)
 
 
 def test_one_rank_has_no_sharded_parameters_and_calls_no_collective():
-    from xgram_dist.parallel.tensor import tensor_dims
+    from xgram_dist.parallel.tensor_parallel import tensor_dims
 
     settings = settings_of("all sites", False, 1)
     made = tiny.model(settings, F64)

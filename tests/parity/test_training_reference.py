@@ -11,9 +11,8 @@ import torch
 
 from xgram_dist.engine import build_engine
 from xgram_dist.optim.schedule import learning_rate, warmup_factor
-from xgram_dist.optim.update import Optimizer
 from xgram_dist.parallel.mesh import single_mesh
-from xgram_dist.train.step import train_step
+from xgram_dist.train.step import JointOptimizer, train_step
 
 F64 = torch.float64
 STEPS = 12
@@ -51,13 +50,13 @@ class TextbookAdamW:
 
 def reference_gradients(made, tables, batch, warmup):
     """Gradients by autograd through the literal retrieval of every position."""
-    for state in tables.store.states:
+    for state in tables.shards:
         state.rows.requires_grad_()
         if state.gates is not None:
             state.gates.requires_grad_()
-    names = [table.name for state in tables.store.states for table in state.slab.tables]
+    names = [table.name for state in tables.shards for table in state.slab.tables]
     keys = tables.planner._keys_of
-    count = made.embedding.shape[0] if keys is None else tables.store.states[0].slab.rows
+    count = made.embedding.shape[0] if keys is None else tables.shards[0].slab.rows
     for tokens in batch:
         values = {n: torch.stack([tiny.literal_retrieval(tables, n, t) for t in range(count)]) for n in names}
         slots = tokens if keys is None else torch.from_numpy(keys(tokens.numpy())).long()
@@ -73,18 +72,18 @@ def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
         settings = tiny.config(memory=CASES[case], train={**tiny.BASE["train"], "steps": 60})
     made, tables = tiny.model(settings, F64), tiny.tables(settings, F64)
     twin, twin_tables = tiny.model(settings, F64), tiny.tables(settings, F64)
-    optimizer = Optimizer(settings, build_engine(settings, made, single_mesh(), tiny.CPU), tables, single_mesh())
+    optimizer = JointOptimizer(settings, build_engine(settings, made, single_mesh(), tiny.CPU), tables, single_mesh())
     decay = settings.optimizer.weight_decay
     table_decay = decay if settings.memory.weight_decay is None else settings.memory.weight_decay
     adams = {n: TextbookAdamW(settings, p.data, decay if p.dim() >= 2 else 0.0) for n, p in twin.named_parameters()}
-    row_adams = [TextbookAdamW(settings, s.rows.data, table_decay) for s in twin_tables.store.states]
-    gate_adams = [s.gates is not None and TextbookAdamW(settings, s.gates.data, 0.0) for s in twin_tables.store.states]
+    row_adams = [TextbookAdamW(settings, s.rows.data, table_decay) for s in twin_tables.shards]
+    gate_adams = [s.gates is not None and TextbookAdamW(settings, s.gates.data, 0.0) for s in twin_tables.shards]
 
     rule = settings.memory.learning_rate
     body = rule.multiplier if isinstance(rule.multiplier, float) else (120 / 16) ** 0.5
     vip = rule.vip_multiplier or body
-    multiplier = torch.full((twin_tables.store.states[0].slab.rows, 1), body, dtype=F64)
-    multiplier[: twin_tables.store.vip_rows] = vip
+    multiplier = torch.full((twin_tables.shards[0].slab.rows, 1), body, dtype=F64)
+    multiplier[: twin_tables.shards.num_vip] = vip
 
     for step in range(1, STEPS + 1):
         batch = tiny.tokens(settings, 2, 2, 10, seed=step)
@@ -92,8 +91,8 @@ def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
 
         reference_gradients(twin, twin_tables, batch, warmup_factor(settings, step))
         gradients = [p.grad for p in twin.parameters()]
-        gradients += [s.rows.grad for s in twin_tables.store.states]
-        gradients += [s.gates.grad for s in twin_tables.store.states if s.gates is not None]
+        gradients += [s.rows.grad for s in twin_tables.shards]
+        gradients += [s.gates.grad for s in twin_tables.shards if s.gates is not None]
         norm = torch.sqrt(sum((g**2).sum() for g in gradients))
         torch.testing.assert_close(result.gradient_norm, norm, rtol=1e-9, atol=0)
         factor = min(1.0, settings.optimizer.clip_norm / (float(norm) + 1e-6))
@@ -103,7 +102,7 @@ def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
                 opens = rule.scales == "tables" and ".scale" in name
                 adams[name].step(parameter.grad * factor, rate * (body if opens else 1.0))
                 parameter.grad = None
-            for state, rows, gates in zip(twin_tables.store.states, row_adams, gate_adams, strict=True):
+            for state, rows, gates in zip(twin_tables.shards, row_adams, gate_adams, strict=True):
                 rows.step(state.rows.grad * factor, rate * multiplier * warmup_factor(settings, step))
                 state.rows.grad = None
                 if gates:
@@ -112,7 +111,7 @@ def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
 
     for (name, ours), theirs in zip(made.named_parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-7, atol=1e-9, msg=lambda m, n=name: f"{n}: {m}")
-    for ours, theirs in zip(tables.store.states, twin_tables.store.states, strict=True):
+    for ours, theirs in zip(tables.shards, twin_tables.shards, strict=True):
         torch.testing.assert_close(ours.rows, theirs.rows.detach(), rtol=1e-7, atol=1e-9)
         if ours.gates is not None:
             torch.testing.assert_close(ours.gates, theirs.gates.detach(), rtol=1e-7, atol=1e-9)
@@ -122,7 +121,7 @@ def test_clipping_was_active_in_the_reference_runs():
     """Guards the comparison above: with a joint norm below the limit it would not test clipping."""
     settings = tiny.config()
     made, tables = tiny.model(settings, F64), tiny.tables(settings, F64)
-    optimizer = Optimizer(settings, build_engine(settings, made, single_mesh(), tiny.CPU), tables, single_mesh())
+    optimizer = JointOptimizer(settings, build_engine(settings, made, single_mesh(), tiny.CPU), tables, single_mesh())
     batch = tiny.tokens(settings, 2, 2, 10, seed=1)
     result = train_step(settings, tables, optimizer, batch, tables.plan(batch).result(), 1)
     assert result.gradient_norm > settings.optimizer.clip_norm

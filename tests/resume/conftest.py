@@ -8,7 +8,7 @@ from load_helpers import lost_with_rows_strided
 from ranks_helper import run_ranks
 from test_resume import settings
 
-from xgram_dist.train.loop import Trainer
+from xgram_dist.train.trainer import Trainer
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,7 @@
 A start costs five seconds of imports on each rank; tests that start runs dozens of times do it this way. What runs is
 the command line with its real launcher; only its `Popen` forks instead of starting an interpreter.
 
-    python forked.py     reads requests as JSON lines: {"start": words, "log": path} or {"poll": pid}
+    python forked.py     reads requests as JSON lines: {"start": words, "log": path, "cwd": path} or {"poll": pid}
 """
 
 import json
@@ -13,23 +13,25 @@ import subprocess
 import sys
 import traceback
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 
 class Zygote:
     """The other end, in the test."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, deepspeed: bool = False) -> None:
+        """`deepspeed`: import it too, which takes seconds."""
         self._process = subprocess.Popen(
-            [sys.executable, __file__],
+            [sys.executable, __file__, *(["deepspeed"] if deepspeed else [])],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         )
 
-    def start(self, words: list[str], log: Path) -> "Forked":
-        return Forked(self, self._ask({"start": words, "log": str(log)}))
+    def start(self, words: list[str], log: Path, cwd: Path | None = None) -> "Forked":
+        return Forked(self, self._ask({"start": words, "log": str(log), "cwd": None if cwd is None else str(cwd)}))
 
     def poll(self, pid: int) -> int | None:
         return self._ask({"poll": pid})
@@ -126,13 +128,21 @@ def run(words: list[str]) -> None:
 
 def serve() -> None:
     import torch._inductor.config
-    import torch.utils.tensorboard  # noqa: F401
+    import torch.utils.tensorboard
 
     import xgram_dist.cli.train
-    import xgram_dist.train.loop  # noqa: F401
+    import xgram_dist.train.trainer  # noqa: F401
     from xgram_dist.parallel import launch
 
-    launch.subprocess.Popen = ForkingPopen  # type: ignore[misc, assignment]
+    if sys.argv[1:] == ["deepspeed"]:
+        from xgram_dist.engine.deepspeed_internals import import_deepspeed
+
+        before = dict(os.environ)
+        import_deepspeed(torch.device("cpu"))
+        os.environ.clear()
+        os.environ.update(before)
+    # Of the launcher alone: torch.compile starts its compiler with the real one.
+    launch.subprocess = SimpleNamespace(**{**vars(subprocess), "Popen": ForkingPopen})  # type: ignore[assignment]
     for line in sys.stdin:
         question = json.loads(line)
         if "poll" in question:
@@ -143,6 +153,8 @@ def serve() -> None:
             for stream in (1, 2):
                 os.dup2(log, stream)
             os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+            if question["cwd"] is not None:
+                os.chdir(question["cwd"])
             run(question["start"])
         print(json.dumps(answer), flush=True)
 

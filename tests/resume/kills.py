@@ -135,7 +135,7 @@ def wait_until(run: Run, what: Callable[[], bool], timeout: float = 60.0) -> Non
 
 
 def training(run: Run) -> bool:
-    """There is a checkpoint to go on from."""
+    """There is a checkpoint to resume from."""
     return bool(steps_saved(run.folder)) and "\nstep " in run.said()
 
 

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 from test_resume import run_until
 
-from xgram_dist.checkpoint.manifest import FILE, seal
+from xgram_dist.checkpoint.manifest import FILE, manifest_checksum
 from xgram_dist.data.loader import Loader
-from xgram_dist.memory import tables
+from xgram_dist.tables import exchange as tables
 
 
 def lost_with_rows_strided(ranks, config, folder):
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(tables, "plan_placement", functools.partial(tables.plan_placement, policy="strided"))
+        patch.setattr(tables, "plan_row_sharding", functools.partial(tables.plan_row_sharding, policy="strided"))
         seen = watch_samples(patch, config)
         run_until(config, folder, 5, patch, ranks)
     return seen
@@ -39,5 +39,23 @@ def edit_manifest(checkpoint: Path, change) -> None:
     path = checkpoint / FILE
     tree = json.loads(path.read_text())
     change(tree)
-    tree["checksum"] = seal(tree)
+    tree["checksum"] = manifest_checksum(tree)
     path.write_text(json.dumps(tree))
+
+
+def make_version_1(checkpoint: Path, policy: str) -> None:
+    """As the release before row ids wrote it: the policy's name instead of the ids, and slabs instead of views."""
+
+    def downgrade(tree):
+        tree["version"] = 1
+        del tree["row_ids"]
+        del tree["run"]["row_sharding"]
+        tree["run"]["placement"] = policy
+        tensors = {}
+        for name, entry in tree["tensors"].items():
+            del entry["row_ids"]
+            if not name.startswith("row_ids."):
+                tensors[name.replace("tables.view-", "tables.slab-")] = entry
+        tree["tensors"] = tensors
+
+    edit_manifest(checkpoint, downgrade)

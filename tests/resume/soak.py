@@ -19,7 +19,7 @@ from train_helpers import make_documents, small_config
 
 from xgram_dist.cli.main import main
 from xgram_dist.config import dump_config
-from xgram_dist.progress import duration, table
+from xgram_dist.console import format_duration, print_table
 
 WHOM = ("all ranks", "the first", "the last")
 
@@ -47,15 +47,15 @@ def soak(folder: Path, kills: int, seed: int) -> None:
         nonlocal number
         number += 1
         left = (time.monotonic() - start) / number * (kills - number)
-        print(f"{text}; {duration(left)} left", flush=True)
+        print(f"{text}; {format_duration(left)} left", flush=True)
 
     done = kill_loop(str(recipe), folder / "killed", kills, seed, zygote, tell)
     zygote.close()
     assert_same_end(folder / "killed", folder / "whole")
     found = Counter((kill.moment, kill.whom) for kill in done)
-    table(["killed", *WHOM], [[moment, *(str(found[moment, whom]) for whom in WHOM)] for moment in MOMENTS])
+    print_table(["killed", *WHOM], [[moment, *(str(found[moment, whom]) for whom in WHOM)] for moment in MOMENTS])
     print(
-        f"{kills} kills, {kills} restarts in {duration(time.monotonic() - start)}; weights, optimizer state and "
+        f"{kills} kills, {kills} restarts in {format_duration(time.monotonic() - start)}; weights, optimizer state and "
         f"generators after step {10 * kills} equal the undisturbed run's bit for bit"
     )
 

@@ -4,13 +4,15 @@ import shutil
 
 import pytest
 import torch
+from engine_helper import full_parameters
 from safetensors import safe_open
 from safetensors.torch import load_file
 from test_resume import run_until, settings
+from tiny_models import table_tensors
 from tools_helpers import load_tool
 
-from xgram_dist.checkpoint import weights
-from xgram_dist.train.loop import Trainer
+from xgram_dist.checkpoint import reader
+from xgram_dist.train.trainer import Trainer
 
 tool = load_tool("consolidate")
 
@@ -31,10 +33,10 @@ def check_file(config, tmp_path):
     assert tool.main([str(tmp_path / "run"), str(tmp_path / "out.safetensors")]) == 0
     found = load_file(tmp_path / "out.safetensors")
     trainer = Trainer(config, tmp_path / "run", fresh=False)
-    expected = {f"backbone.{name}": value for name, value in trainer.engine.full_parameters()}
-    rows = trainer.lookup.store.states[0].rows.clone()
-    expected |= {f"tables.{name}": value for name, value in trainer.lookup.store.named_tensors().items()}
-    assert not torch.equal(rows, trainer.lookup.store.states[0].rows)  # there was something to catch up with
+    expected = {f"backbone.{name}": value for name, value in full_parameters(trainer.engine).items()}
+    rows = trainer.lookup.shards[0].rows.clone()
+    expected |= {f"tables.{name}": value for name, value in table_tensors(trainer.lookup.shards).items()}
+    assert not torch.equal(rows, trainer.lookup.shards[0].rows)  # there was something to catch up with
     assert found.keys() == expected.keys()
     for name, value in expected.items():
         assert torch.equal(found[name], value), name
@@ -45,20 +47,24 @@ def check_file(config, tmp_path):
 def test_no_table_is_ever_whole(finished, tmp_path, monkeypatch):
     made = []
 
-    class Watched(weights.SavedWeights):
-        def _gather(self, name, positions_R, columns):
-            made.append(super()._gather(name, positions_R, columns).nbytes)
-            return super()._gather(name, positions_R, columns)
+    class WatchedRows(reader.MappedRows):
+        def gather(self, positions_R, columns=None):
+            rows = super().gather(positions_R, columns)
+            made.append(rows.nbytes)
+            return rows
 
-        def _box(self, *arguments):
-            box = super()._box(*arguments)
-            made.append(box.nbytes)
-            return box
+    class WatchedReader(reader.CheckpointReader):
+        def _row_range(self, *arguments):
+            block = super()._row_range(*arguments)
+            made.append(block.nbytes)
+            return block
 
     assert tool.main([str(finished), str(tmp_path / "whole.safetensors")]) == 0
-    monkeypatch.setattr(weights, "PIECE_BYTES", 1000)
-    monkeypatch.setattr(weights, "SavedWeights", Watched)
+    monkeypatch.setattr(reader, "BLOCK_BYTES", 1000)
+    monkeypatch.setattr(reader, "MappedRows", WatchedRows)
+    monkeypatch.setattr(reader, "CheckpointReader", WatchedReader)
     assert tool.main([str(finished), str(tmp_path / "pieces.safetensors")]) == 0
+    assert len(made) > 100
     assert max(made) <= 1000
     assert (tmp_path / "pieces.safetensors").read_bytes() == (tmp_path / "whole.safetensors").read_bytes()
 

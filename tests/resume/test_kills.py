@@ -46,6 +46,6 @@ def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path, whole):
     wait_until(run, lambda: bool(steps_saved(run.folder)))
     run.send(signal.SIGKILL, run.pids()[1])
     assert run.end(120) == 0, run.said()
-    assert "going on after step " in run.said()
+    assert "resuming after step " in run.said()
     assert_same_end(run.folder, undisturbed)
     assert_same_losses(run.folder, undisturbed)

@@ -4,18 +4,17 @@ import shutil
 
 import numpy as np
 import pytest
-from load_helpers import edit_manifest, watch_samples
+from load_helpers import make_version_1, watch_samples
 from ranks_helper import run_ranks
 from test_resume import run_until, settings
 from train_helpers import read_metrics
 
 from xgram_dist.checkpoint import load
-from xgram_dist.checkpoint.boxes import State
-from xgram_dist.checkpoint.folder import found_steps
-from xgram_dist.checkpoint.state import backbone_state, table_state
-from xgram_dist.checkpoint.storage import FolderReader
+from xgram_dist.checkpoint.folder import list_steps
+from xgram_dist.checkpoint.reader import CheckpointReader
+from xgram_dist.checkpoint.sharded_tensor import backbone_state, table_state
 from xgram_dist.errors import UserError
-from xgram_dist.train.loop import Trainer
+from xgram_dist.train.trainer import Trainer
 
 
 def losses(folder):
@@ -23,30 +22,30 @@ def losses(folder):
 
 
 def watched(ranks, config, folder):
-    """Run to the end; (samples by step, bytes verified, taken, own, of the whole checkpoint)."""
+    """Run to the end; (samples by step, bytes verified, read, own, of the whole checkpoint)."""
     readers = []
 
-    class Reader(FolderReader):
+    class Reader(CheckpointReader):
         def __init__(self, *arguments):
             super().__init__(*arguments)
             readers.append(self)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(load, "FolderReader", Reader)
+        patch.setattr(load, "CheckpointReader", Reader)
         seen = watch_samples(patch, config)
         trainer = Trainer(config, folder, fresh=False, ranks=ranks)
-        state: State = backbone_state(trainer.engine, trainer.mesh)
-        state |= table_state(trainer.optimizer.table_optimizer, trainer.mesh)[0]
-        own = sum(box.tensor.nbytes for spread in state.values() for box in spread.boxes)
+        tensors = backbone_state(trainer.engine, trainer.mesh)
+        tensors |= table_state(trainer.optimizer.shards, trainer.mesh).row_tensors()
+        own = sum(shard.tensor.nbytes for tensor in tensors.values() for shard in tensor.shards)
         assert trainer.run() == 0
     (reader,) = readers
-    whole = sum(reader.manifest.bytes_of(name) for name in reader.manifest.tensors)
-    return seen, reader.bytes_checked, reader.bytes_taken, own, whole
+    whole = sum(reader.manifest.nbytes(name) for name in reader.manifest.tensors)
+    return seen, reader.bytes_verified, reader.bytes_read, own, whole
 
 
 def test_two_ranks_to_four_read_their_own_parts_and_no_sample_twice(data, finished, two_ranks, tmp_path):
     start, seen_before = two_ranks
-    assert found_steps(start) == [3]
+    assert list_steps(start) == [3]
     shutil.copytree(start, tmp_path / "run")
     config = settings(data, optimizer="catch_up")
     parallel = config.parallel.model_copy(update={"engine": "hsdp"})
@@ -94,7 +93,7 @@ def test_a_run_goes_through_engines_stages_and_tensor_degrees(data, tmp_path):
             assert Trainer(changed, folder, fresh=False).run() == 0
         else:
             run_ranks(lost_on_ranks_at, size, changed, folder, lost_at)
-            assert found_steps(folder) == [lost_at - 1]
+            assert list_steps(folder) == [lost_at - 1]
     found, expected = losses(folder), losses(tmp_path / "whole")
     assert list(found) == list(expected)
     np.testing.assert_allclose(list(found.values()), list(expected.values()), rtol=1e-5)
@@ -105,9 +104,9 @@ def lost_on_ranks_at(ranks, config, folder, step):
         run_until(config, folder, step, patch, ranks)
 
 
-def test_rows_placed_in_an_unknown_way_are_refused(data, finished, tmp_path):
+def test_version_1_rows_sharded_in_an_unknown_way_are_refused(data, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():
-        edit_manifest(folder, lambda tree: tree["run"].update(placement="by moonlight"))
-    with pytest.raises(UserError, match=r"placed by 'by moonlight', this release knows bucket, token"):
+        make_version_1(folder, "by moonlight")
+    with pytest.raises(UserError, match=r"sharded by 'by moonlight', this release knows bucket, token"):
         Trainer(settings(data, optimizer="catch_up"), tmp_path / "run", fresh=False)

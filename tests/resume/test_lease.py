@@ -14,7 +14,7 @@ from kills import Run, saving, steps_saved, training
 from train_helpers import small_config
 
 from xgram_dist.checkpoint import lease as lease_module
-from xgram_dist.checkpoint.folder import begin, clear_unfinished, complete, found_steps
+from xgram_dist.checkpoint.folder import begin_checkpoint, clear_unfinished, commit_checkpoint, list_steps
 from xgram_dist.checkpoint.lease import STALE_SECONDS, check_free, hold
 from xgram_dist.config import dump_config
 from xgram_dist.errors import UserError
@@ -151,15 +151,15 @@ def test_of_many_that_come_at_once_one_gets_it(take, tmp_path):
 
 def test_who_lost_the_folder_after_looking_cannot_complete_a_checkpoint(tmp_path):
     """Between the look at the lease and the renaming there is always a moment."""
-    begin(tmp_path, 5, "older")
+    begin_checkpoint(tmp_path, 5, "older")
     clear_unfinished(tmp_path)  # the newer run starts
     with pytest.raises(FileNotFoundError):
-        complete(tmp_path, 5, "older")
-    begin(tmp_path, 5, "newer")
-    complete(tmp_path, 5, "newer")
+        commit_checkpoint(tmp_path, 5, "older")
+    begin_checkpoint(tmp_path, 5, "newer")
+    commit_checkpoint(tmp_path, 5, "newer")
     with pytest.raises(FileNotFoundError):
-        complete(tmp_path, 5, "older")
-    assert found_steps(tmp_path) == [5]
+        commit_checkpoint(tmp_path, 5, "older")
+    assert list_steps(tmp_path) == [5]
 
 
 def snapshot(folder):
@@ -188,7 +188,7 @@ def test_a_run_that_slept_through_a_takeover_writes_nothing(tmp_path, data, zygo
         steps = max(steps_saved(folder)) + 4
         newer = Run(str(recipe), folder, f"train.steps={steps}", ranks=1, zygote=zygote)
         assert newer.end() == 0, newer.said()
-        assert f"going on after step {steps - 4}" in newer.said()
+        assert f"resuming after step {steps - 4}" in newer.said()
         before = snapshot(folder)
         older.send(signal.SIGCONT, *pids)
         assert older.end() == 1

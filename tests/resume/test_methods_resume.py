@@ -11,7 +11,7 @@ from train_helpers import read_metrics, saved_weights, small_tree
 
 from xgram_dist.config import build_config
 from xgram_dist.errors import UserError
-from xgram_dist.train.loop import Trainer
+from xgram_dist.train.trainer import Trainer
 
 MEMORY = {
     "ple": {"compression": 1.0, "sites": {"h": {"views": 2}, "v": {"views": 1}}},

@@ -9,11 +9,11 @@ import torch
 from ranks_helper import run_ranks
 from train_helpers import read_metrics, saved_weights, small_config
 
-from xgram_dist.checkpoint.folder import found_steps
-from xgram_dist.checkpoint.manifest import seal
+from xgram_dist.checkpoint.folder import list_steps
+from xgram_dist.checkpoint.manifest import manifest_checksum
 from xgram_dist.errors import UserError
-from xgram_dist.train import loop
-from xgram_dist.train.loop import Trainer
+from xgram_dist.train import trainer as loop
+from xgram_dist.train.trainer import Trainer
 
 MEMORY = {"routing": {"vip": 10, "buckets": 4}, "sites": {"v": {"views": 2, "kernels": [3, 5]}}, "method": "xgram"}
 
@@ -72,7 +72,7 @@ def test_a_lost_run_goes_on_to_the_last_bit(data, tmp_path, monkeypatch, memory)
 
 def test_the_newest_two_checkpoints_stay(data, tmp_path):
     assert Trainer(settings(data), tmp_path / "run", fresh=False).run() == 0
-    assert found_steps(tmp_path / "run") == [6, 8]
+    assert list_steps(tmp_path / "run") == [6, 8]
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "missing", "manifest", "outside", "newer"])
@@ -96,13 +96,13 @@ def test_a_damaged_checkpoint_is_refused_by_name_and_the_one_before_is_used(data
             tree["files"]["../../../config.yaml"] = 1
         elif damage == "newer":
             tree["version"] = 99
-        tree["checksum"] = seal(tree)
+        tree["checksum"] = manifest_checksum(tree)
         manifest.write_text("{" if damage == "manifest" else json.dumps(tree))
     capsys.readouterr()
     assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
     said = capsys.readouterr().out
     assert "checkpoint of step 8 is refused" in said
-    assert "going on after step 6" in said
+    assert "resuming after step 6" in said
     weights = outcome(tmp_path / "run")[1]
     assert all(np.array_equal(weights[name], expected[name]) for name in weights)
 
@@ -112,7 +112,7 @@ def test_a_run_without_a_whole_checkpoint_is_refused(data, tmp_path):
     assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
     for step in (6, 8):
         (tmp_path / "run" / "checkpoints" / f"step-{step:08d}" / "manifest.json").write_text("[]")
-    with pytest.raises(UserError, match="no checkpoint to go on from"):
+    with pytest.raises(UserError, match="no checkpoint to resume from"):
         Trainer(config, tmp_path / "run", fresh=False)
 
 

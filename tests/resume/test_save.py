@@ -11,10 +11,10 @@ from kills import Run, contents, saving, steps_saved, wait_until
 from ranks_helper import run_ranks
 from train_helpers import read_metrics, small_config
 
-from xgram_dist.checkpoint import storage
-from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.checkpoint import dcp_storage as storage
+from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.config import dump_config
-from xgram_dist.train.loop import Trainer
+from xgram_dist.train.trainer import Trainer
 
 
 def full(*arguments):
@@ -40,7 +40,7 @@ def test_saves_by_the_clock_go_on_after_one_that_failed_on_one_rank(data, tmp_pa
     assert run_ranks(one_rank_cannot_write, 2, config, tmp_path / "run") == [0, 0]
     told = {record["step"]: record["written"] for record in read_metrics(tmp_path / "run", "checkpoint")}
     assert told == {1: False, 2: True, 3: True, 4: True, 5: True}
-    assert found_steps(tmp_path / "run") == [2, 3, 4, 5]
+    assert list_steps(tmp_path / "run") == [2, 3, 4, 5]
     assert len(list((tmp_path / "run" / "checkpoints").iterdir())) == 4  # nothing else is left
 
 
@@ -109,7 +109,7 @@ def test_a_full_disk_costs_a_checkpoint_and_no_more(data, tmp_path, small_disk, 
     last = max(steps_saved(folder))
     again = Run(str(recipe), folder, f"train.steps={last + 2}", ranks=1, zygote=zygote)
     assert again.end() == 0, again.said()
-    assert f"going on after step {last}" in again.said()
+    assert f"resuming after step {last}" in again.said()
     steps = [record["step"] for record in read_metrics(folder, "train")]
     assert steps[-1] == last + 2
     assert steps == sorted(set(steps))

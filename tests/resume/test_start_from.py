@@ -6,31 +6,33 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from engine_helper import full_parameters
 from load_helpers import edit_manifest
 from ranks_helper import run_ranks
 from test_resume import outcome, settings
+from tiny_models import table_tensors
 from train_helpers import LENGTH, VOCABULARY, make_documents, read_metrics, saved_weights, small_config
 
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.cli.main import main
 from xgram_dist.config import dump_config
 from xgram_dist.errors import UserError
-from xgram_dist.memory.routing.routing import Routing
-from xgram_dist.train.loop import Trainer
-from xgram_dist.train.start import Source
+from xgram_dist.tables.routing_io import load_routing
+from xgram_dist.train.checkpointing import StartCheckpoint
+from xgram_dist.train.trainer import Trainer
 
 
 def started(config, folder, source, *, weights_only=True, ranks=None):
-    found = Source.find(source, folder, weights_only=weights_only, fresh=False)
-    trainer = Trainer(config, folder, fresh=False, ranks=ranks, source=found)
+    found = StartCheckpoint.find(source, folder, weights_only=weights_only, fresh=False)
+    trainer = Trainer(config, folder, fresh=False, ranks=ranks, start_from=found)
     return trainer
 
 
 def weights_of(trainer):
     """Of a run in one process."""
-    weights = {f"backbone.{name}": value for name, value in trainer.engine.full_parameters()}
-    store = getattr(trainer.lookup, "store", None)
-    return weights | ({f"tables.{n}": t for n, t in store.named_tensors().items()} if store is not None else {})
+    weights = {f"backbone.{name}": value for name, value in full_parameters(trainer.engine).items()}
+    store = getattr(trainer.lookup, "shards", None)
+    return weights | ({f"tables.{n}": t for n, t in table_tensors(store).items()} if store is not None else {})
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +49,7 @@ def test_the_state_goes_on_to_the_last_bit_in_another_folder(data, finished, tmp
     config = settings(data, optimizer="catch_up")
     source = finished / "checkpoints" / "step-00000006"
     trainer = started(config, tmp_path / "run", source, weights_only=False)
-    assert (trainer.start, trainer.position) == (6, 24)
+    assert (trainer.start, trainer.state.position) == (6, 24)
     assert trainer.run() == 0
     losses, weights = outcome(tmp_path / "run")
     expected, expected_weights = outcome(finished)
@@ -67,7 +69,7 @@ def test_given_again_the_command_goes_on_with_the_runs_own_checkpoint(data, fini
     assert "weights of" in capsys.readouterr().out
     assert main([*words, "train.steps=4"]) == 0
     said = capsys.readouterr().out
-    assert "going on after step 3" in said
+    assert "resuming after step 3" in said
     assert "weights of" not in said
     assert [record["step"] for record in read_metrics(tmp_path / "run", "train")] == [1, 2, 3, 4]
 
@@ -78,10 +80,10 @@ def test_weights_alone_start_everything_else_anew(data, finished, tmp_path, caps
     found = weights_of(trainer)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], expected[name]) for name in expected)
-    assert (trainer.start, trainer.position, trainer.engine.step_count) == (0, 0, 0)
-    moments = [piece for piece in trainer.engine.pieces() if piece.kind != "weight"]
-    assert not any(bool(tensor.any()) for piece in moments for _, tensor in piece.boxes)
-    for one in (*trainer.optimizer.table_optimizer.rows, *trainer.optimizer.table_optimizer.gates):
+    assert (trainer.start, trainer.state.position, trainer.engine.step_count) == (0, 0, 0)
+    moments = [piece for piece in trainer.engine.parameter_shards() if piece.kind != "weight"]
+    assert not any(bool(tensor.any()) for piece in moments for _, tensor in piece.chunks)
+    for one in (one for shard in trainer.optimizer.shards for one in shard.optimizers):
         assert not bool(one.moments.first.any() | one.moments.second.any())
     lines = {line[:28].strip(): line[28:].split()[:2] for line in capsys.readouterr().out.splitlines()}
     assert lines["backbone"] == ["25", "25"]
@@ -147,7 +149,7 @@ def test_with_another_compression_tokens_with_rows_of_their_own_read_what_they_r
     config = settings(data, compression=after)
     trainer = started(config, tmp_path / "run", source)
     found, given, initial = weights_of(trainer), saved_weights(source), fresh(config)
-    old = Routing.load(source / "routing.npz") if before < 1 else None
+    old = load_routing(source / "routing.npz") if before < 1 else None
     new = trainer.routing
     for view in range(2):
         table = f"layers.1.v.{view}"
@@ -197,10 +199,10 @@ def test_ranks_take_their_rows_and_columns(data, finished, tmp_path):
 
 def taken_on_ranks(ranks, config, folder, source):
     trainer = started(config, folder, source, ranks=ranks)
-    store = trainer.lookup.store
-    tables = {name: value.numpy().copy() for name, value in store.named_tensors().items()}
-    embedding = dict(trainer.engine.full_parameters())["embedding"].numpy().copy()
-    return store.states[0].owned.numpy(), tables, embedding
+    store = trainer.lookup.shards
+    tables = {name: value.numpy().copy() for name, value in table_tensors(store).items()}
+    embedding = full_parameters(trainer.engine)["embedding"].numpy().copy()
+    return store[0].row_ids.numpy(), tables, embedding
 
 
 @pytest.fixture(scope="module")

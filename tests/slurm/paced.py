@@ -14,7 +14,7 @@ import time
 
 
 def pace() -> None:
-    from xgram_dist.train import loop
+    from xgram_dist.train import trainer as loop
 
     paces = os.environ.get("TEST_PACE", "0").split(",")
     original, seconds = loop.train_step, float(paces[-1 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0])
@@ -30,11 +30,11 @@ def pace() -> None:
 
 
 def lose(node: str) -> None:
-    from xgram_dist.preflight import roll_call
+    from xgram_dist.cluster import preflight
 
     if socket.gethostname() == node:
         time.sleep(600)
-    roll_call.roll_call.__defaults__ = (5.0,)
+    preflight.check_in.__defaults__ = (5.0,)
 
 
 words = [word for word in sys.argv[1:] if word != "-u"]

@@ -13,9 +13,9 @@ from cluster import wait_for
 from train_helpers import saved_weights, small_config
 
 from xgram_dist.cli.main import main
+from xgram_dist.cluster.slurm.attempts import read_attempts
+from xgram_dist.cluster.slurm.commands import ENDED, job_facts, job_state
 from xgram_dist.config import dump_config
-from xgram_dist.slurm.attempts import read_attempts
-from xgram_dist.slurm.commands import ENDED, job_facts, job_state
 
 PACED = Path(__file__).with_name("paced.py")
 STEPS = 12
@@ -99,7 +99,7 @@ def wait_for_start(run, number, seconds=120):
 
 
 def reasons(run):
-    return [attempt.why() for attempt in read_attempts(run)]
+    return [attempt.explain() for attempt in read_attempts(run)]
 
 
 def outcomes(run):

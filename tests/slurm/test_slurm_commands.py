@@ -2,6 +2,7 @@
 
 import json
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -20,10 +21,10 @@ from slurm_helpers import (
     write_site,
 )
 
-from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cli.main import main
-from xgram_dist.slurm.attempts import read_attempts
-from xgram_dist.slurm.commands import job_state, run_command
+from xgram_dist.cluster.slurm.attempts import read_attempts
+from xgram_dist.cluster.slurm.commands import job_state, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -62,13 +63,13 @@ def test_cancel_saves_and_ends_and_submit_goes_on(cluster, data, tmp_path, capsy
     assert main(["cancel", str(run)]) == 0
     assert wait_for_end(job, run) == "CANCELLED", log(run)
     assert outcomes(run) == ["stopped"]
-    step = found_steps(run)[-1]
+    step = list_steps(run)[-1]
     assert 2 <= step < 12
     assert main(["cancel", str(run)]) == 0
-    assert "has ended already (CANCELLED)" in capsys.readouterr().out
+    assert "has already ended (CANCELLED)" in capsys.readouterr().out
     job = submit(recipe, site, run, "--follow")
     captured = capsys.readouterr().out
-    assert f"going on after step {step}" in captured
+    assert f"resuming after step {step}" in captured
     assert "done after step 12" in captured
     assert main(["status", str(run)]) == 0
     said = capsys.readouterr().out
@@ -135,3 +136,30 @@ def test_the_preflight_names_a_node_that_does_not_come(cluster, data, tmp_path):
     assert wait_for_end(job, run) == "FAILED", log(run)
     assert "1 of 2 ranks did not report within 5 s: node n2 (rank 1)" in log(run)
     assert "1 of 2 ranks did not report" in read_attempts(run)[-1].reason
+
+
+def test_the_doctor_runs_on_two_nodes_under_srun(cluster, tmp_path):
+    """Clocks, interfaces, links and the shared folder of two machines; parity of both with one process."""
+    out = tmp_path / "doctor.json"
+    words = [
+        "srun",
+        "--nodes=2",
+        "--ntasks-per-node=1",
+        f"--chdir={ROOT}",
+        f"--export=ALL,PYTHONPATH={ROOT},OMP_NUM_THREADS=1",
+    ]
+    doctor = ["-m", "xgram_dist", "doctor", "--quick", "--seconds", "0.2", "--folder", str(tmp_path), "--out", str(out)]
+    done = subprocess.run([*words, sys.executable, *doctor], capture_output=True, text=True, timeout=150)
+    assert done.returncode == 0, done.stdout + done.stderr
+    found = json.loads(out.read_text())
+    assert len(found["nodes"]) == 2
+    status = {row["check"]: row["status"] for row in found["rows"]}
+    for check in (
+        "clock skew",
+        "gloo interface",
+        "links between ranks",
+        "shared folder",
+        "lease",
+        "share of the exchange",
+    ):
+        assert status[check] == "pass", found

@@ -11,8 +11,8 @@ from cluster import wait_for
 from train_helpers import make_documents
 
 from xgram_dist.cli.main import main
+from xgram_dist.cluster.slurm.commands import job_facts, job_state, run_command
 from xgram_dist.data.manifest import read_manifest
-from xgram_dist.slurm.commands import job_facts, job_state, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -27,9 +27,9 @@ from slurm_helpers import (
 )
 from train_helpers import read_metrics
 
-from xgram_dist.checkpoint.folder import found_steps
-from xgram_dist.slurm.attempts import read_attempts
-from xgram_dist.slurm.commands import run_command
+from xgram_dist.checkpoint.folder import list_steps
+from xgram_dist.cluster.slurm.attempts import read_attempts
+from xgram_dist.cluster.slurm.commands import run_command
 
 RANK = "paced.py -m xgram_dist train"
 """In the command line of a rank, and of nothing else."""
@@ -79,13 +79,13 @@ def test_a_signal_a_preemption_and_a_killed_rank_change_no_bit(cluster, data, tm
     wait_for_step(run, 2)
     run_command(["scancel", "--signal=USR1", job])
     wait_for_start(run, 2)
-    stopped = found_steps(run)[-1]
+    stopped = list_steps(run)[-1]
     assert stopped >= 2
     wait_for_step(run, stopped + 2)
     nodes = ["--nodes=2", "--exclusive", "--nodelist=n1,n2"]
     run_command(["sbatch", "--partition=urgent", *nodes, "--output=/dev/null", "--wrap=sleep 2"])
     wait_for_start(run, 3)
-    wait_for_step(run, found_steps(run)[-1] + 1)
+    wait_for_step(run, list_steps(run)[-1] + 1)
     os.kill(cluster.processes("n2", RANK)[-1], signal.SIGKILL)
     assert wait_for_end(job, run) == "COMPLETED", log(run)
     # Slurm has been seen to preempt once more before the urgent job had left.
@@ -103,7 +103,7 @@ def test_a_lost_node_and_a_lost_batch_host_change_no_bit(cluster, data, tmp_path
     wait_for(lambda: "n4" in cluster.run("sinfo", "-h", "-t", "down", "-o", "%N"), 60)
     cluster.boot("n4")
     wait_for_start(run, 2)
-    wait_for_step(run, found_steps(run)[-1] + 4)
+    wait_for_step(run, list_steps(run)[-1] + 4)
     cluster.lose("n3")
     wait_for(lambda: "n3" in cluster.run("sinfo", "-h", "-t", "down", "-o", "%N"), 60)
     cluster.boot("n3")
@@ -144,7 +144,9 @@ def test_a_start_that_lives_on_beyond_the_network_writes_nothing_once_another_ha
         cluster.plug(old)
     assert read_attempts(run)[-1].nodes != [old]
     assert_same_weights(run, expected)
-    wait_for(lambda: not cluster.processes(old, "xgram_dist.slurm.job"), 120)  # nor does it requeue its successor
+    wait_for(
+        lambda: not cluster.processes(old, "xgram_dist.cluster.slurm.job"), 120
+    )  # nor does it requeue its successor
     assert starts(run) == 2
 
 
@@ -175,11 +177,11 @@ def test_a_full_disk_ends_the_job_with_the_reason_and_the_run_goes_on_when_there
         except OSError:
             pass
     assert wait_for_end(job, run) == "FAILED"
-    assert found_steps(run)[-1] < STEPS
+    assert list_steps(run)[-1] < STEPS
     filler.unlink()
     job = submit(recipe, site, run, "--nodes", "2")
     assert wait_for_end(job, run) == "COMPLETED", log(run)
-    assert f"going on after step {found_steps(run)[0]}" in log(run) or "going on after step" in log(run)
+    assert f"resuming after step {list_steps(run)[0]}" in log(run) or "resuming after step" in log(run)
     assert_same_weights(run, expected)
 
 
@@ -189,6 +191,6 @@ def test_a_time_limit_reached_twice_changes_no_bit(cluster, limited, tmp_path):
     assert wait_for_end(job, run, seconds=400) == "COMPLETED", log(run)
     assert outcomes(run).count("stopped") >= 2
     assert set(outcomes(run)[:-1]) == {"stopped"}
-    assert "SIGUSR1: the ranks are asked to save and end" in log(run)
+    assert "SIGUSR1: asking the ranks to save and end" in log(run)
     assert step_of(run) == 32
     assert_same_weights(run, expected)

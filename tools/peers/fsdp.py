@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from workload import EPSILON, INITIAL, LEARNING_RATE, Workload, half_mean_square
 
 
-class Tables(nn.Module):
+class ShardedTables(nn.Module):
     def __init__(self, workload: Workload):
         super().__init__()
         self.tables = nn.ModuleList(nn.Embedding(workload.rows, workload.width) for _ in range(workload.tables))
@@ -24,7 +24,7 @@ class Fsdp:
 
     def __init__(self, workload: Workload):
         with torch.device("meta"):
-            self.model = Tables(workload)
+            self.model = ShardedTables(workload)
         for table in self.model.tables:
             fully_shard(table)
         fully_shard(self.model)

@@ -1,12 +1,13 @@
-"""Saving and loading beside plain files on the same disk, and the memory that loading takes.
+"""Checkpoint saves and loads against plain files on the same disk, and the memory a load takes.
 
-speed   Tables with AdamW and a small backbone on some ranks. Each round writes one plain file of as many bytes (one
+speed   Tables with AdamW and a small backbone on some ranks. Each round writes one plain file of the same size (one
         process, large blocks, flushed at the end), saves synchronously, saves asynchronously, loads, and reads the
-        checkpoint's files as plain ones; with nothing of them in the system's memory, and in turns one or the other
-        first, as a disk may remember what it has just read. Ratios are of one round; the result is their median.
-memory  The most a rank held while loading beyond what it held before, beside its own share of the state.
-reshard One table of 1 GiB, saved on 4 ranks and loaded on 2, saved on 2 and loaded on 4; every row is compared with the
-        function of its number that it was made by.
+        checkpoint's files as plain files. The page cache is dropped before each read, and rounds alternate which read
+        comes first, since a disk may cache what it has just read. Ratios are within one round; the result is their
+        median.
+memory  The peak memory of a rank during a load, beyond what it held before, and its share of the state.
+reshard One table of 1 GiB, saved on 4 ranks and loaded on 2, and saved on 2 and loaded on 4. Every row is compared with
+        its initial value, which is a function of its index.
 """
 
 import os
@@ -20,25 +21,23 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from xgram_dist.bench.facts import made_facts
-from xgram_dist.bench.ranks import run_on_ranks
-from xgram_dist.checkpoint.boxes import Spread, State
+from xgram_dist.bench.common import run_on_ranks, synthetic_facts
 from xgram_dist.checkpoint.folder import FOLDER, name_of
 from xgram_dist.checkpoint.load import load_checkpoint
-from xgram_dist.checkpoint.save import Saved, Saver
-from xgram_dist.checkpoint.state import backbone_state, table_state
+from xgram_dist.checkpoint.save import Saver, SaveResult
+from xgram_dist.checkpoint.sharded_tensor import CheckpointState, training_state
 from xgram_dist.config import Config, build_config
 from xgram_dist.config.schema import CheckpointConfig
+from xgram_dist.console import Progress
 from xgram_dist.engine import build_engine
-from xgram_dist.engine.protocol import Piece
-from xgram_dist.memory.initial import initial_rows
-from xgram_dist.memory.tables import Tables
+from xgram_dist.engine.base import ParameterShard
 from xgram_dist.model.build import build_model
-from xgram_dist.optim.tables import TableOptimizer
+from xgram_dist.model.methods.base import table_layout
 from xgram_dist.parallel.device import peak_memory
 from xgram_dist.parallel.mesh import single_mesh
-from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.progress import Progress
+from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.tables.exchange import ShardedTables
+from xgram_dist.tables.initial_rows import initial_rows
 
 BLOCK_BYTES = 8 << 20
 CPU = torch.device("cpu")
@@ -59,53 +58,50 @@ RESHARD = workload(1 << 20, 1, 256, "adagrad")
 
 
 class NoBackbone:
-    """As much of an engine as a checkpoint asks for, where the tables alone are of interest."""
+    """The part of an engine that a checkpoint uses, for states of tables only."""
 
     step_count = 0
 
     def __init__(self, config: Config):
         self.config = config
 
-    def pieces(self) -> list[Piece]:
+    def parameter_shards(self) -> list[ParameterShard]:
         return []
 
-    def loaded(self) -> None:
+    def after_load(self) -> None:
         pass
 
 
 class Bench:
-    """The state of a rank, saved and loaded as training does it."""
+    """The state of a rank, saved and loaded as in training."""
 
-    def __init__(self, ranks: Ranks, config: Config, folder: Path, backbone: bool):
+    def __init__(self, ranks: ProcessGroup, config: Config, folder: Path, backbone: bool):
         self.ranks, self.mesh, self.folder = ranks, single_mesh(ranks), folder
-        self.tables = Tables(config, None, CPU, self.mesh)
-        self.optimizer = TableOptimizer(config, self.tables.store, config.memory.optimizer)
+        self.tables = ShardedTables(config, table_layout(config), None, CPU, self.mesh)
         self.engine: Any = NoBackbone(config)
         if backbone:
             self.engine = build_engine(config, build_model(config, CPU, 0, self.mesh.tensor), self.mesh, CPU)
         self.saver = Saver(folder, CheckpointConfig(keep=1), ranks)
 
-    def state(self) -> State:
-        rows, whole = table_state(self.optimizer, self.mesh)
-        rng = {f"rng.rank-{self.ranks.rank}": Spread.whole(torch.get_rng_state())}
-        return backbone_state(self.engine, self.mesh) | rows | whole | rng
+    def state(self) -> CheckpointState:
+        return training_state(self.engine, self.tables.shards, self.mesh)
 
     def share(self) -> int:
         """Bytes of the state that this rank holds."""
-        return sum(box.tensor.nbytes for spread in self.state().values() for box in spread.boxes)
+        return sum(shard.tensor.nbytes for tensor in self.state().tensors.values() for shard in tensor.shards)
 
-    def save(self, step: int, *, wait: bool) -> Saved:
-        facts = made_facts(self.engine.config, step, self.ranks.size, self.optimizer)
-        found = self.saver.save(self.state(), facts, [], wait=wait) or self.saver.outcome(wait=True)
-        if found[-1].error is not None:
-            raise RuntimeError(str(found[-1]))
-        return found[-1]
+    def save(self, step: int, *, wait: bool) -> SaveResult:
+        facts = synthetic_facts(self.engine.config, step, self.ranks.size, self.tables.shards)
+        saves = self.saver.save(self.state(), facts, [], wait=wait) or self.saver.finished_saves(wait=True)
+        if saves[-1].error is not None:
+            raise RuntimeError(str(saves[-1]))
+        return saves[-1]
 
     def load(self, step: int) -> float:
-        """Seconds, of the slowest rank."""
+        """Seconds until the slowest rank is done."""
         self.barrier()
         start = time.perf_counter()
-        load_checkpoint(self.folder / FOLDER / name_of(step), self.engine, self.optimizer, None, self.mesh)
+        load_checkpoint(self.folder / FOLDER / name_of(step), self.engine, self.tables.shards, None, self.mesh)
         self.barrier()
         return time.perf_counter() - start
 
@@ -118,8 +114,8 @@ class Bench:
         self.tables.close()
 
 
-def _forget(paths: list[Path]) -> None:
-    """Let the system drop what it remembers of files, so that reading them reads the disk."""
+def _drop_page_cache(paths: list[Path]) -> None:
+    """Drop the files from the page cache, so that reading them reads the disk."""
     for path in paths:
         with path.open("rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
@@ -145,38 +141,38 @@ def _plain_read(paths: list[Path]) -> float:
     return time.perf_counter() - start
 
 
-def measure_speed(ranks: Ranks, path: str, rounds: int) -> dict[str, Any]:
+def measure_speed(ranks: ProcessGroup, path: str, rounds: int) -> dict[str, Any]:
     folder, plain = Path(path), Path(path) / "plain"
     bench = Bench(ranks, SPEED, folder, backbone=True)
-    found: list[dict[str, float]] = []
+    seconds: list[dict[str, float]] = []
     bench.save(1, wait=True)
     first = bench.save(2, wait=False)
-    size = int(ranks.sum_integers(first.bytes, 0, CPU)[0])
+    size = int(ranks.all_reduce_integers(first.bytes, 0)[0])
     with Progress(rounds, "rounds", "speed") if ranks.first else _Silent() as progress:
         for number in range(rounds):
-            one = {}
+            timing = {}
             bench.barrier()
             if ranks.first:
-                one["plain_write"] = _plain_write(plain, size)
+                timing["plain_write"] = _plain_write(plain, size)
                 plain.unlink()
             bench.barrier()
-            one["save"] = bench.save(3 + 2 * number, wait=True).seconds
+            timing["save"] = bench.save(3 + 2 * number, wait=True).seconds
             later = bench.save(4 + 2 * number, wait=False)
-            one["blocked"], one["in_background"] = later.blocked, later.seconds
+            timing["blocked"], timing["in_background"] = later.blocked, later.seconds
             files = sorted((folder / FOLDER / name_of(4 + 2 * number)).iterdir())
             for what in ("plain_read", "load") if number % 2 else ("load", "plain_read"):
                 bench.barrier()
                 if ranks.first:
-                    _forget(files)
+                    _drop_page_cache(files)
                     if what == "plain_read":
-                        one[what] = _plain_read(files)
+                        timing[what] = _plain_read(files)
                 bench.barrier()
                 if what == "load":
-                    one[what] = bench.load(4 + 2 * number)
-            found.append(one)
+                    timing[what] = bench.load(4 + 2 * number)
+            seconds.append(timing)
             progress.update(1)
     bench.close()
-    return {"bytes": size, "rounds": found}
+    return {"bytes": size, "rounds": seconds}
 
 
 class _Silent:
@@ -190,29 +186,29 @@ class _Silent:
         pass
 
 
-def save_once(ranks: Ranks, path: str, config: str) -> int:
+def save_once(ranks: ProcessGroup, path: str, config: str) -> int:
     bench = Bench(ranks, _named(config), Path(path), backbone=config == "speed")
     bench.save(1, wait=True)
     bench.close()
     return bench.share()
 
 
-def measure_load(ranks: Ranks, path: str, config: str) -> dict[str, int]:
-    """Memory of a load into what has been built, by a process that has saved nothing."""
+def measure_load(ranks: ProcessGroup, path: str, config: str) -> dict[str, int]:
+    """Memory of a load into a state that is already built, in a process that has saved nothing."""
     bench = Bench(ranks, _named(config), Path(path), backbone=config == "speed")
-    for state in bench.tables.store.states:
+    for state in bench.tables.shards:
         state.rows.zero_()
     before = _start_peak()
     bench.load(1)
     extra = peak_memory(CPU) - before
     wrong = 0
-    for state in bench.tables.store.states:
+    for state in bench.tables.shards:
         for table in state.slab.tables:
-            for start in range(0, len(state.owned), 1 << 14):
-                rows = state.owned[start : start + (1 << 14)]
-                made = initial_rows(rows, table.width, 0.02, 0, table.name, 0)
+            for start in range(0, len(state.row_ids), 1 << 14):
+                rows = state.row_ids[start : start + (1 << 14)]
+                expected = initial_rows(rows, table.width, 0.02, 0, table.name, 0)
                 held = state.rows[start : start + (1 << 14), state.slab.columns()[table.name]]
-                wrong += int((made != held).any(dim=1).sum())
+                wrong += int((expected != held).any(dim=1).sum())
     bench.close()
     return {"extra": extra, "share": bench.share(), "wrong_rows": wrong}
 
@@ -222,7 +218,7 @@ def _named(config: str) -> Config:
 
 
 def _start_peak() -> int:
-    """Bytes held now; the most ever held is counted anew from here."""
+    """Reset the peak memory of this process; the bytes held now."""
     Path("/proc/self/clear_refs").write_text("5", encoding="ascii")
     return peak_memory(CPU)
 
@@ -230,19 +226,19 @@ def _start_peak() -> int:
 def _memory(path: Path, config: str, saving: int, loading: int) -> dict[str, Any]:
     path = path / f"{config}-{saving}-{loading}"
     run_on_ranks(save_once, saving, str(path), config)
-    found = run_on_ranks(measure_load, loading, str(path), config)
+    results = run_on_ranks(measure_load, loading, str(path), config)
     shutil.rmtree(path)
-    worst = max(found, key=lambda one: one["extra"])
+    worst = max(results, key=lambda result: result["extra"])
     return {
         "extra_mb": round(worst["extra"] / 1e6, 1),
         "own_share_mb": round(worst["share"] / 1e6, 1),
         "limit_mb": round((1.2 * worst["share"] + (256 << 20)) / 1e6, 1),
-        "wrong_rows": sum(one["wrong_rows"] for one in found),
+        "wrong_rows": sum(result["wrong_rows"] for result in results),
     }
 
 
 def run_checkpoint_benchmark(ranks: int, rounds: int, folder: Path | None) -> dict[str, Any]:
-    """`folder`: on the disk to be measured; the current one by default."""
+    """`folder` is on the disk to measure (default: the current folder)."""
     with tempfile.TemporaryDirectory(prefix=".xgram-bench-", dir=folder or Path.cwd()) as name:
         path = Path(name)
         speed = run_on_ranks(measure_speed, ranks, name, rounds)[0]
@@ -258,14 +254,14 @@ def run_checkpoint_benchmark(ranks: int, rounds: int, folder: Path | None) -> di
 
 def _speed_figures(size: int, rounds: list[dict[str, float]]) -> dict[str, Any]:
     def ratio(over: str, under: str) -> tuple[float, list[float]]:
-        values = sorted(one[over] / one[under] for one in rounds)
+        values = sorted(timing[over] / timing[under] for timing in rounds)
         return round(statistics.median(values), 4), [round(values[0], 4), round(values[-1], 4)]
 
     figures: dict[str, Any] = {"bytes": size, "rounds": len(rounds)}
     for name in ("plain_write", "save", "plain_read", "load"):
-        figures[f"{name}_mb_s"] = round(size / 1e6 / statistics.median(one[name] for one in rounds), 1)
+        figures[f"{name}_mb_s"] = round(size / 1e6 / statistics.median(timing[name] for timing in rounds), 1)
     for name in ("save", "blocked", "in_background"):
-        figures[f"{name}_ms"] = round(1000 * statistics.median(one[name] for one in rounds), 1)
+        figures[f"{name}_ms"] = round(1000 * statistics.median(timing[name] for timing in rounds), 1)
     for name, pair in {
         "save_over_plain_write": ("plain_write", "save"),
         "load_over_plain_read": ("plain_read", "load"),

@@ -1,10 +1,10 @@
-"""The data path's speed: `prepare` against bare tokenization, the loader against what training consumes.
+"""Speed of the data path: `prepare` against bare tokenization, the loader against what training consumes.
 
-In: documents (a file, a folder, a folder of sources; none: the embedded corpus), a tokenizer (none: a BPE trained
-on them), the tokens a second a recipe consumes. Out: one dictionary of figures. Both sides of the first comparison
-see the same texts on the same cores, in turns, and the best of each is compared: what disturbs a run can only slow
-it down. `prepare` is timed as a user would see it, from the start of its worker processes to the finished folder;
-bare tokenization has its texts in memory and throws the tokens away.
+In: documents (a file, a folder, a folder of sources; default: the embedded corpus), a tokenizer (default: a BPE trained
+on them), the tokens per second that training consumes. Out: one dictionary of figures. Both sides of the first
+comparison tokenize the same texts on the same cores and alternate; the best time of each is compared, since
+disturbances only slow a run down. `prepare` is timed from the start of its worker processes to the finished folder;
+bare tokenization has its texts in memory and discards the tokens.
 """
 
 import os
@@ -15,6 +15,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from xgram_dist.console import Progress
 from xgram_dist.data import corpus as embedded
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.documents import Document, find_files, read_documents
@@ -22,7 +23,6 @@ from xgram_dist.data.loader import Loader
 from xgram_dist.data.prepare import Request, Source, prepare
 from xgram_dist.data.tokenizer import train_bpe
 from xgram_dist.data.workers import available_cores
-from xgram_dist.progress import Progress
 
 _EMBEDDED_COPIES = 4  # 12 MB are done in seconds; both sides see the same copies
 _BARE = """
@@ -130,7 +130,7 @@ def _bare(tokenizer: Path, function: str, paths: list[str]) -> float:
 
 
 def _loader_rate(data: Path, sequence_length: int, seconds: float) -> float:
-    """Tokens a second handed out, with the decompression of shards."""
+    """Tokens per second of the loader, including the decompression of shards."""
     with Loader(
         PreparedData.open(data), sequence_length=sequence_length, global_batch=64, micro_batch=16, seed=0
     ) as loader:

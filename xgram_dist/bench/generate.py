@@ -1,9 +1,8 @@
-"""What tables cost a generated token: X-gram, its rows mapped from a checkpoint's files, beside vanilla.
+"""The cost of tables per generated token: X-gram, with rows mapped from a checkpoint's files, against vanilla.
 
-Both models are made and saved as checkpoints by the trainer's own parts, opened as `generate` opens them, and decode
-the same tokens one by one from a cache, in turn. The ratio of a round is of two stretches of tokens right after each
-other; the median over rounds is the result. Tokens follow Zipf's law and differ from round to round, so rows are
-really looked up.
+Both models are built and saved as checkpoints as in training, opened as by `generate`, and decode the same tokens one
+by one with a key-value cache. The sides alternate. The ratio of a round is of two consecutive runs of tokens; the
+result is the median over rounds. Tokens follow Zipf's law and differ between rounds, so that rows are really looked up.
 """
 
 import statistics
@@ -15,23 +14,25 @@ from typing import Any
 import numpy as np
 import torch
 
-from xgram_dist.bench.facts import made_facts
+from xgram_dist.bench.common import synthetic_facts
 from xgram_dist.bench.step import step_config
 from xgram_dist.checkpoint.save import Saver
-from xgram_dist.checkpoint.state import backbone_state, table_state
+from xgram_dist.checkpoint.sharded_tensor import training_state
 from xgram_dist.config import Config
+from xgram_dist.console import Progress
 from xgram_dist.data.tokenizer import train_bpe
 from xgram_dist.engine import build_engine
-from xgram_dist.inference.decoder import Cache
-from xgram_dist.inference.open import Checkpoint, Model
-from xgram_dist.memory.layout import num_views, routing_settings
-from xgram_dist.memory.routing.build import build_routing
+from xgram_dist.inference.hf.decoder import Cache
+from xgram_dist.inference.model import Checkpoint, Model
 from xgram_dist.model.build import build_lookup, build_model
-from xgram_dist.optim.update import Optimizer
+from xgram_dist.model.methods.base import table_layout
 from xgram_dist.parallel.device import choose_device, synchronize
 from xgram_dist.parallel.mesh import single_mesh
-from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.progress import Progress
+from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.tables.exchange import shards_of
+from xgram_dist.tables.layout import routing_settings
+from xgram_dist.tables.routing_build import build_routing
+from xgram_dist.tables.routing_io import save_routing
 
 PROMPT = 64
 
@@ -89,20 +90,17 @@ def _model(config: Config, frequencies: "np.ndarray[Any, Any]", folder: Path) ->
     """Saved as a run saves it, and opened again."""
     routing, mesh, cpu = None, single_mesh(), torch.device("cpu")
     folder.mkdir()
-    if config.memory.method == "xgram":
-        routing = build_routing(frequencies, routing_settings(config), num_views(config))
-        routing.save(folder / "routing.npz")
+    if table_layout(config).hashed:
+        routing = build_routing(frequencies, routing_settings(config), table_layout(config).num_views)
+        save_routing(routing, folder / "routing.npz")
     engine = build_engine(config, build_model(config, cpu), mesh, cpu)
     lookup = build_lookup(config, routing, cpu)
-    tables = Optimizer(config, engine, lookup, mesh).table_optimizer
-    state = backbone_state(engine, mesh)
-    if tables is not None:
-        rows, whole = table_state(tables, mesh)
-        state |= rows | whole
+    tables = shards_of(lookup)
+    state = training_state(engine, tables, mesh)
     tokenizer = train_bpe(["the text of a tokenizer that encodes nothing here"], 257, folder / "tokenizer.json")
     known = {"routing": None if routing is None else routing.sha256(), "tokenizer": _tokenizer_facts(tokenizer)}
-    facts = made_facts(config, config.train.steps, 1, tables, **known)
-    saver = Saver(folder, config.checkpoint, Ranks())
+    facts = synthetic_facts(config, config.train.steps, 1, tables, **known)
+    saver = Saver(folder, config.checkpoint, ProcessGroup())
     saver.save(state, facts, [tokenizer] + ([folder / "routing.npz"] if routing is not None else []), wait=True)
     saver.close()
     lookup.close()

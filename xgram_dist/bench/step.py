@@ -1,10 +1,10 @@
-"""What tables cost a training step: X-gram beside vanilla, in one process, step by step in turn.
+"""The cost of tables in a training step: X-gram against vanilla, in one process, alternating step by step.
 
-A round is vanilla, X-gram, X-gram, vanilla (then the other way round), so that a machine that slows down or speeds up
-treats both alike; the ratio of a round is of the two sums, and the median over rounds is the result.
+A round is vanilla, X-gram, X-gram, vanilla (the next one in reverse), so that a drift in the machine's speed affects
+both alike. The ratio of a round is of the two sums; the result is the median over rounds.
 
-The model of the comparison: width 512, 6 layers, 4 x 512 Zipf tokens a step, 1x at 50 % (two value views, kernels
-3 and 5), torch.compile, fp32, the whole step (fetch, forward, backward, return, clipping, both optimizers).
+The model: width 512, 6 layers, 4 x 512 Zipf tokens per step, 1x at 50 % (two value views, kernels 3 and 5),
+torch.compile, fp32. The step is complete: fetch, forward, backward, return, clipping, both optimizers.
 """
 
 import statistics
@@ -15,15 +15,15 @@ import numpy as np
 import torch
 
 from xgram_dist.config import Config, build_config
+from xgram_dist.console import Progress
 from xgram_dist.engine import build_engine
-from xgram_dist.memory.layout import num_views, routing_settings
-from xgram_dist.memory.routing.build import build_routing
 from xgram_dist.model.build import build_lookup, build_model
-from xgram_dist.optim.update import Optimizer
+from xgram_dist.model.methods.base import table_layout
 from xgram_dist.parallel.device import choose_device, synchronize
 from xgram_dist.parallel.mesh import single_mesh
-from xgram_dist.progress import Progress
-from xgram_dist.train.step import train_step
+from xgram_dist.tables.layout import routing_settings
+from xgram_dist.tables.routing_build import build_routing
+from xgram_dist.train.step import JointOptimizer, train_step
 
 BATCH, LENGTH = 4, 512
 WARM = 1
@@ -53,16 +53,16 @@ def step_config(method: str, vocabulary: int, compiled: bool) -> Config:
 
 
 class Side:
-    """One of the two models, ready to step."""
+    """One of the two models with its optimizer."""
 
     def __init__(self, config: Config, frequencies: "np.ndarray[Any, Any]", device: torch.device):
         routing = None
-        if config.memory.method == "xgram":
-            routing = build_routing(frequencies, routing_settings(config), num_views(config))
+        if table_layout(config).hashed:
+            routing = build_routing(frequencies, routing_settings(config), table_layout(config).num_views)
         self.config, self.device = config, device
         self.lookup = build_lookup(config, routing, device)
         engine = build_engine(config, build_model(config, device), single_mesh(), device)
-        self.optimizer = Optimizer(config, engine, self.lookup, single_mesh())
+        self.optimizer = JointOptimizer(config, engine, self.lookup, single_mesh())
         self.steps = 0
 
     def step(self, tokens: torch.Tensor) -> float:
@@ -82,7 +82,7 @@ def run_step_benchmark(rounds: int, vocabulary: int, compiled: bool) -> dict[str
     random = np.random.default_rng(0)
     sides = {m: Side(step_config(m, vocabulary, compiled), frequencies, device) for m in ("vanilla", "xgram")}
     seconds: dict[str, list[float]] = {name: [] for name in sides}
-    with Progress(WARM + rounds, "rounds", "vanilla and X-gram in turn") as progress:
+    with Progress(WARM + rounds, "rounds", "bench step") as progress:
         for number in range(WARM + rounds):
             first, second = sorted(sides, reverse=bool(number % 2))
             taken = dict.fromkeys(sides, 0.0)

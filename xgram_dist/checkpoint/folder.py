@@ -1,8 +1,8 @@
 """The checkpoints of a run: `checkpoints/step-00000100/`, complete or not there.
 
-A checkpoint is written into a folder with another name, flushed to the disk, and renamed as the last thing. So what has
-the name is complete, and a run that dies while writing leaves the one before untouched. A run that starts clears away
-what others have not completed; so of two runs, one that lost the folder without knowing it cannot complete anything.
+A checkpoint is written into a hidden folder, flushed to the disk, and renamed in the end. So a folder with the final
+name is complete, and a run that dies while writing leaves the previous checkpoint as it was. A run that starts clears
+what others left unfinished: a run that lost its lease without knowing it can then complete nothing.
 """
 
 import os
@@ -11,10 +11,11 @@ import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
-from xgram_dist.checkpoint.manifest import FILE
 from xgram_dist.errors import UserError
 
 FOLDER = "checkpoints"
+MANIFEST = "manifest.json"
+"""`manifest.FILE`, not imported: the first process of a Slurm job runs this file with the standard library only."""
 _NAME = re.compile(r"^step-(\d{8,})$")
 
 
@@ -22,7 +23,7 @@ def name_of(step: int) -> str:
     return f"step-{step:08d}"
 
 
-def found_steps(run: Path) -> list[int]:
+def list_steps(run: Path) -> list[int]:
     """Steps of the checkpoints of a run, ascending."""
     folder = run / FOLDER
     if not folder.is_dir():
@@ -32,82 +33,87 @@ def found_steps(run: Path) -> list[int]:
 
 
 def checkpoints_at(path: Path) -> list[Path]:
-    """What a person means by a path: one checkpoint, or those of a run, oldest first."""
-    if (path / FILE).is_file():
+    """The checkpoints that a user's path means: the one at it, or those of a run, oldest first."""
+    if (path / MANIFEST).is_file():
         return [path]
     run = path.parent if path.name == FOLDER else path
-    found = [run / FOLDER / name_of(step) for step in found_steps(run)]
-    if not found:
-        what = "is neither a checkpoint nor the folder of a run that has one" if path.exists() else "does not exist"
-        raise UserError(f"'{path}' {what}; give a folder such as runs/NAME or runs/NAME/{FOLDER}/{name_of(100)}")
-    return found
+    folders = [run / FOLDER / name_of(step) for step in list_steps(run)]
+    if not folders:
+        if not path.exists():
+            problem = "does not exist"
+        elif path.name.endswith(".part"):
+            problem = "was never completed"
+        else:
+            problem = "is neither a checkpoint nor the folder of a run that has one"
+        raise UserError(f"'{path}' {problem}; give a folder such as runs/NAME or runs/NAME/{FOLDER}/{name_of(100)}")
+    return folders
 
 
-def begin(run: Path, step: int, token: str) -> Path:
-    """An empty folder to write into; `token` is the run's own, so that no other writes into it."""
-    aside = _aside(run, step, token)
-    shutil.rmtree(aside, ignore_errors=True)
-    aside.mkdir(parents=True)
-    return aside
+def begin_checkpoint(run: Path, step: int, token: str) -> Path:
+    """An empty folder to write into. Its name has the run's `token`, so that no other run writes into it."""
+    unfinished = _unfinished(run, step, token)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    return unfinished
 
 
-def complete(run: Path, step: int, token: str) -> Path:
-    """What was written aside becomes the checkpoint."""
-    aside, final = _aside(run, step, token), run / FOLDER / name_of(step)
-    _flush(aside)
-    if final.exists():  # of an earlier attempt at this step, that was refused
-        replaced = aside.with_suffix(".replaced")
+def commit_checkpoint(run: Path, step: int, token: str) -> Path:
+    """Rename the unfinished folder to its final name."""
+    unfinished, final = _unfinished(run, step, token), run / FOLDER / name_of(step)
+    _flush(unfinished)
+    if final.exists():  # a checkpoint of this step that was refused as damaged
+        replaced = unfinished.with_suffix(".replaced")
         final.rename(replaced)
         try:
-            aside.rename(final)
+            unfinished.rename(final)
         except OSError:
             replaced.rename(final)
             raise
         shutil.rmtree(replaced, ignore_errors=True)
     else:
-        aside.rename(final)
+        unfinished.rename(final)
     _flush(run / FOLDER)
     return final
 
 
+def discard_checkpoint(run: Path, step: int, token: str) -> None:
+    """Delete an unfinished checkpoint after a failed save."""
+    shutil.rmtree(_unfinished(run, step, token), ignore_errors=True)
+
+
+def clear_unfinished(run: Path) -> None:
+    """Delete what earlier runs left unfinished. Renamed first: a run that still writes to it can then not commit it."""
+    for unfinished in (run / FOLDER).glob(".step-*"):
+        try:
+            unfinished.rename(unfinished.with_name(f".gone-{unfinished.name[1:]}"))
+        except OSError:
+            continue  # committed at this moment
+    for removed in (run / FOLDER).glob(".gone-*"):
+        shutil.rmtree(removed, ignore_errors=True)
+
+
 def copy_file(file: Path, folder: Path) -> None:
-    """Copied and flushed to the disk."""
+    """Copy into a folder and flush to the disk."""
     with file.open("rb") as source, (folder / file.name).open("wb") as target:
         shutil.copyfileobj(source, target)
         target.flush()
         os.fsync(target.fileno())
 
 
-def discard(run: Path, step: int, token: str) -> None:
-    shutil.rmtree(_aside(run, step, token), ignore_errors=True)
-
-
-def clear_unfinished(run: Path) -> None:
-    """What earlier runs did not finish. Renamed first: a run that is still at it can then no longer complete it."""
-    for old in (run / FOLDER).glob(".step-*"):
-        gone = old.with_name(f".gone-{old.name[1:]}")
-        try:
-            old.rename(gone)
-        except OSError:
-            continue  # completed this very moment
-    for old in (run / FOLDER).glob(".gone-*"):
-        shutil.rmtree(old, ignore_errors=True)
-
-
-def _aside(run: Path, step: int, token: str) -> Path:
-    return run / FOLDER / f".{name_of(step)}.{token}.part"
-
-
-def superfluous(steps: list[int], keep: int, keep_every: int) -> Iterator[int]:
-    """Steps whose checkpoints may go: all but the last `keep` and every `keep_every`th."""
+def expired_steps(steps: list[int], keep: int, keep_every: int) -> Iterator[int]:
+    """Retention: all steps but the last `keep` and every `keep_every`th."""
     return (step for step in steps[:-keep] if not keep_every or step % keep_every)
 
 
-def remove(run: Path, step: int) -> None:
-    """The manifest goes first: half a checkpoint must not look like one."""
+def remove_checkpoint(run: Path, step: int) -> None:
+    """The manifest goes first: a half-deleted checkpoint must not look like one."""
     folder = run / FOLDER / name_of(step)
-    (folder / FILE).unlink(missing_ok=True)
+    (folder / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(folder, ignore_errors=True)
+
+
+def _unfinished(run: Path, step: int, token: str) -> Path:
+    return run / FOLDER / f".{name_of(step)}.{token}.part"
 
 
 def _flush(folder: Path) -> None:

@@ -1,16 +1,16 @@
-"""The lease of a run folder: one run at a time writes to it.
+"""The lease of a run folder: only one run at a time writes to it.
 
-    RUN/lease/00000007.json     who holds it: token, host, process, job
+    RUN/lease/00000007.json     the holder: token, host, process, job
 
-The time of the file is the holder's last sign of life, and the file with the highest number is the lease. It is taken
-by creating the next number, which only one can do (O_EXCL, also on NFS), and only where the holder before is gone:
-released; dead on this machine; an earlier incarnation of the same job, which its scheduler has ended; or silent for
-longer than STALE_SECONDS. What a holder does to its file it does through its open descriptor, so that one that was
-taken over and does not know it yet changes nothing.
+The file with the highest number is the lease; its modification time is the holder's last heartbeat. A run takes the
+lease by creating the next number, which only one process can do (O_EXCL, also on NFS), and only if the previous holder
+has released it, is dead on this machine, is an earlier incarnation of the same job (its scheduler has ended it), or has
+sent no heartbeat for STALE_SECONDS. A holder touches its file through its open descriptor only, so that one that lost
+the lease without knowing it changes nothing.
 
-A holder that was stopped, or cut off from the file system, and comes back, finds its number gone, says so and ends at
-once. It cannot finish a checkpoint either: who takes the lease clears away what was being written (`folder.py`), so
-that renaming it fails, whatever was checked before.
+A holder that was suspended or cut off from the file system finds its number gone when it returns, says so and exits at
+once. It cannot commit a checkpoint either: the new holder clears unfinished checkpoints (`folder.py`), so that the
+rename fails.
 """
 
 import json
@@ -27,11 +27,11 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+from xgram_dist.console import format_duration
 from xgram_dist.errors import UserError
-from xgram_dist.progress import duration
 
 FOLDER = "lease"
-BEAT_SECONDS = 5.0
+HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 120.0
 DYING_SECONDS = 2.0
 
@@ -41,12 +41,12 @@ class Holder:
     token: str
     host: str
     machine: str
-    """Where process ids mean the same: this boot of this machine, this container."""
+    """The scope of process ids: this boot of this machine, this container."""
     pid: int
     started: str
-    """Of the process, in the system's ticks: ids of processes are used again."""
+    """Start time of the process in clock ticks, because process ids are reused."""
     job: str
-    """What a scheduler calls it; empty: none."""
+    """The scheduler's name of the job; empty: none."""
     incarnation: list[int]
     """How often the scheduler has restarted it."""
     since: str
@@ -71,13 +71,13 @@ def this_process() -> Holder:
 
 
 def _job(environment: dict[str, str]) -> tuple[str, list[int]]:
-    """Slurm's job, torchrun's run, or one within the other; and their counts of restarts."""
+    """(name, restart counts) of the Slurm job, the torchrun run, or one within the other."""
     names, counts = [], []
     if slurm := environment.get("SLURM_JOB_ID"):
         names.append(f"Slurm job {slurm}")
         counts.append(int(environment.get("SLURM_RESTART_COUNT") or 0))
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
-    if run != "none":  # what torchrun calls a run that was given no name
+    if run != "none":  # torchrun's id of an unnamed run
         names.append(f"torchrun {run}")
         counts.append(int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0))
     return ", ".join(names), counts
@@ -92,7 +92,7 @@ def _machine() -> str:
 
 
 def _started(pid: int) -> str | None:
-    """When a process started; None when it is gone, or dead and only not yet buried."""
+    """Start time of a process; None if it is gone or a zombie."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
     except (OSError, IndexError):
@@ -106,45 +106,45 @@ class Lease:
     def __init__(self, run: Path, number: int, holder: Holder, descriptor: int):
         self.run, self.number, self.holder = run, number, holder
         self._descriptor = descriptor
-        self._ended = threading.Event()
-        self._beats = threading.Thread(target=self._beat, name="lease", daemon=True)
-        self._beats.start()
+        self._released = threading.Event()
+        self._heartbeat = threading.Thread(target=self._send_heartbeats, name="lease", daemon=True)
+        self._heartbeat.start()
 
     @property
     def token(self) -> str:
         return self.holder.token
 
     def check(self) -> None:
-        """End this process at once where the lease is no longer its own."""
+        """Exit this process at once if it no longer holds the lease."""
         try:
             last = max(_numbers(self.run), default=0)
             mine, newest = _read(_path(self.run, self.number)), _read(_path(self.run, last))
         except OSError:
-            return  # the file system does not answer; what is to be written next will fail by itself
+            return  # the file system does not answer; the next write fails by itself
         if last != self.number or mine is None or mine.token != self.token:
             self._end(newest)
 
     def release(self) -> None:
-        """The next run need not wait. The file stays, as a record of who was last: its number is not used again."""
-        self._ended.set()
-        self._beats.join()
-        with suppress(OSError):  # where it fails the lease goes stale
+        """Let the next run start without waiting. The file stays as a record; its number is not reused."""
+        self._released.set()
+        self._heartbeat.join()
+        with suppress(OSError):  # if this fails, the lease goes stale
             os.utime(self._descriptor, (0, 0))
         os.close(self._descriptor)
 
-    def _beat(self) -> None:
-        while not self._ended.wait(BEAT_SECONDS):
+    def _send_heartbeats(self) -> None:
+        while not self._released.wait(HEARTBEAT_SECONDS):
             self.check()
             try:
                 os.utime(self._descriptor)
             except OSError:
-                continue  # no sign of life is what others see, too
+                continue  # other processes see the missing heartbeat
 
     def _end(self, taker: Holder | None) -> NoReturn:
-        what = "its lease was removed" if taker is None else f"it was taken over by {taker}"
+        reason = "its lease was removed" if taker is None else f"it was taken over by {taker}"
         print(
-            f"xgram-dist train: the run folder '{self.run}' is no longer held by this run: {what}; this run ends here "
-            f"and writes nothing more",
+            f"xgram-dist train: the run folder '{self.run}' is no longer held by this run: {reason}; this run exits "
+            "and writes nothing more",
             file=sys.stderr,
             flush=True,
         )
@@ -153,7 +153,7 @@ class Lease:
 
 @contextmanager
 def hold(run: Path) -> Iterator[Lease]:
-    """The lease of a run folder, or one sentence about who has it."""
+    """Hold the lease of a run folder, or raise one sentence about its holder."""
     lease = take(run)
     try:
         yield lease
@@ -173,10 +173,10 @@ def take(run: Path) -> Lease:
             try:
                 descriptor = os.open(_path(run, last + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
             except FileExistsError:
-                continue  # another was quicker: look again
+                continue  # another process was faster: look again
             os.write(descriptor, json.dumps(asdict(me), indent=2).encode())
             os.fsync(descriptor)
-            if _numbers(run)[-1] != last + 1:  # others took it, and over again, since we looked
+            if _numbers(run)[-1] != last + 1:  # taken more than once since we looked
                 os.close(descriptor)
                 _path(run, last + 1).unlink()
                 continue
@@ -190,7 +190,7 @@ def take(run: Path) -> Lease:
 
 
 def check_free(run: Path) -> None:
-    """Refuse a run folder that is held, without taking it."""
+    """Raise if a run folder is held, without taking the lease."""
     numbers = _numbers(run) if (run / FOLDER).is_dir() else []
     if numbers:
         _refuse_while_held(run, numbers[-1], this_process())
@@ -201,25 +201,25 @@ def _refuse_while_held(run: Path, number: int, me: Holder) -> None:
     try:
         holder, silent = _read(path), _now(run / FOLDER, me) - path.stat().st_mtime
     except FileNotFoundError:
-        return  # taken over this very moment; creating the next number will tell
+        return  # taken over at this moment; creating the next number will tell
     if silent > STALE_SECONDS or (holder is not None and _is_over(holder, me)):
         return
     raise UserError(
         f"the run folder '{run}' is held by {holder or 'a run that is just starting'} (last sign of life "
-        f"{duration(max(0.0, silent))} ago); wait for that run to end, stop it, or choose another folder with --folder "
-        f"(a run that is dead on another machine is taken over after {duration(STALE_SECONDS)})"
+        f"{format_duration(max(0.0, silent))} ago); wait for that run to end, stop it, or choose another folder with "
+        f"--folder (a run that is dead on another machine is taken over after {format_duration(STALE_SECONDS)})"
     )
 
 
 def _is_over(holder: Holder, me: Holder) -> bool:
-    """An earlier incarnation of this job, or dead on this machine."""
+    """Whether the holder is an earlier incarnation of this job, or dead on this machine."""
     if holder.job and holder.job == me.job and me.incarnation > holder.incarnation:
         return True
     return holder.machine == me.machine and bool(holder.started) and _is_gone(holder)
 
 
 def _is_gone(holder: Holder) -> bool:
-    """A process that was killed takes a moment to die: one that is there is looked at again."""
+    """Whether the process has ended. A killed process takes a moment to die, so a live one is polled for a while."""
     end = time.monotonic() + DYING_SECONDS
     while _started(holder.pid) == holder.started:
         if time.monotonic() >= end:
@@ -229,15 +229,15 @@ def _is_gone(holder: Holder) -> bool:
 
 
 def _now(folder: Path, me: Holder) -> float:
-    """The time of the file system's clock, which need not be this machine's."""
+    """The file system's clock, which may differ from this machine's."""
     probe = folder / f".{me.token}"
     try:
         probe.write_bytes(b"")
-        found = probe.stat().st_mtime
+        now = probe.stat().st_mtime
         probe.unlink()
     except OSError:
-        return time.time()  # a folder that cannot be written to is refused elsewhere
-    return found
+        return time.time()  # a read-only folder is refused elsewhere
+    return now
 
 
 def _path(run: Path, number: int) -> Path:
@@ -249,7 +249,7 @@ def _numbers(run: Path) -> list[int]:
 
 
 def _read(path: Path) -> Holder | None:
-    """None: gone, or just being written."""
+    """None: the file is gone, or just being written."""
     try:
         return Holder(**json.loads(path.read_text(encoding="utf-8")))
     except (FileNotFoundError, ValueError, TypeError):

@@ -1,25 +1,39 @@
-"""Going on from a checkpoint, whatever layout it was saved with."""
+"""Resuming from a checkpoint, in whatever layout it was saved.
+
+`load_newest` tries the checkpoints of a run from the newest to the oldest; `load_checkpoint` fills engine and tables in
+place from one. Collectives, on the world group and in this order: `CheckpointReader.verify` if the layout changed, one
+all-gather of errors after the backbone, and one all-gather of errors per checkpoint tried by `load_newest`.
+
+Backbone shards are read through torch.distributed.checkpoint. Table rows are read by `read_rows`: each rank finds its
+global rows in the saved order, opens only the chunks that hold some of them, and copies a bounded number at a time.
+"""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load
 
-from xgram_dist.checkpoint.boxes import State
-from xgram_dist.checkpoint.fits import check_model, check_state, check_tables
-from xgram_dist.checkpoint.folder import FOLDER, found_steps, name_of
-from xgram_dist.checkpoint.manifest import Manifest
-from xgram_dist.checkpoint.raw import DamagedFileError
-from xgram_dist.checkpoint.rows import read_rows, saved_placement, saved_positions
-from xgram_dist.checkpoint.state import backbone_state, table_state
-from xgram_dist.checkpoint.storage import BoxLoadPlanner, FolderReader, allow_one_process
-from xgram_dist.engine.protocol import Engine
-from xgram_dist.memory.routing.routing import Routing
-from xgram_dist.optim.tables import TableOptimizer
+from xgram_dist.checkpoint.compatibility import check_model, check_state, check_tables
+from xgram_dist.checkpoint.dcp_storage import FolderReader, ShardLoadPlanner, ignore_single_process_warning
+from xgram_dist.checkpoint.folder import FOLDER, list_steps, name_of
+from xgram_dist.checkpoint.manifest import Chunk
+from xgram_dist.checkpoint.reader import CheckpointReader
+from xgram_dist.checkpoint.safetensors_io import DamagedFileError
+from xgram_dist.checkpoint.sharded_tensor import LocalShard, Tensors, backbone_state, table_state
+from xgram_dist.engine.base import Engine
 from xgram_dist.parallel.mesh import Mesh
+from xgram_dist.tables.routing import Routing
+from xgram_dist.tables.row_sharding import RowSharding
+from xgram_dist.tables.shard import TableShards
+
+GATHER_BYTES = 16 << 20
+"""Of rows that are gathered from a chunk before its pages are released."""
 
 Facts = dict[str, Any]
 
@@ -27,21 +41,22 @@ Facts = dict[str, Any]
 def load_newest(
     run: Path,
     engine: Engine,
-    tables: TableOptimizer | None,
+    tables: TableShards | None,
     routing: Routing | None,
     mesh: Mesh,
     accept: Callable[[Facts], None] = lambda facts: None,
-) -> Any:
-    """(facts of the newest checkpoint that is whole or None, sentences about those that are not). One that is whole but
-    does not fit this run is an error: an older one would fit no better."""
+) -> tuple[Facts | None, list[str]]:
+    """Load the newest undamaged checkpoint of a run: (its facts or None, one sentence for each damaged one).
+
+    A checkpoint that is undamaged but incompatible with this run is an error: an older one would be so too."""
     complaints: list[str] = []
-    for step in reversed(found_steps(run)):
+    for step in reversed(list_steps(run)):
         facts, error = None, None
         try:
             facts = load_checkpoint(run / FOLDER / name_of(step), engine, tables, routing, mesh, accept)
-        except DamagedFileError as refused:
-            error = str(refused)
-        errors = [one for one in mesh.world.gather_objects(error) if one is not None]
+        except DamagedFileError as damage:
+            error = str(damage)
+        errors = [one for one in mesh.world.all_gather_object(error) if one is not None]
         if not errors:
             return facts, complaints
         complaints.append(f"checkpoint of step {step} is refused: {errors[0]}")
@@ -52,67 +67,122 @@ def load_newest(
 def load_checkpoint(
     folder: Path,
     engine: Engine,
-    tables: TableOptimizer | None,
+    tables: TableShards | None,
     routing: Routing | None,
     mesh: Mesh,
     accept: Callable[[Facts], None] = lambda facts: None,
 ) -> Facts:
-    """Fill engine and tables in place; the facts that were saved with them. `accept` refuses facts before anything is
-    read."""
-    manifest = Manifest.read(folder)
-    facts = manifest.run
+    """Fill engine and tables in place; returns the facts saved with them. `accept` may refuse the facts by raising,
+    before any tensor is read."""
+    reader = CheckpointReader(folder)
+    facts = reader.facts
     check_model(folder, facts, engine.config)
     check_tables(folder, facts, tables, routing)
     accept(facts)
     backbone = backbone_state(engine, mesh)
-    rows = {} if tables is None else table_state(tables, mesh)[0]
-    check_state(folder, manifest, backbone | rows)
-    reader = FolderReader(folder, manifest)
-    if not _same_layout(facts, engine, tables, mesh):
-        reader.verify(mesh.world)  # each part by one rank: many will read some of it
-    load_boxes(reader, backbone, mesh)
+    rows = {} if tables is None else table_state(tables, mesh).row_tensors()
+    check_state(folder, reader.manifest, backbone | rows)
+    if not _same_layout(reader, engine, tables, mesh):
+        reader.verify(mesh.world)  # several ranks will read the same chunks: verify each on one rank
+    load_shards(reader, backbone, mesh)
     engine.step_count = facts["updates"]
-    engine.loaded()
+    engine.after_load()
     if tables is not None:
-        placement = tables.store.placement
-        saved = saved_placement(folder, facts, routing, len(placement.owner))
-        read_rows(reader, rows, saved_positions(saved)[placement.rows_of(mesh.data.rank)])
-        for number, (one, gates) in enumerate(zip(tables.rows, tables.gates, strict=True)):
-            one.restore(whole_tensors(reader, f"tables.slab-{number}.rows."))
-            if gates is not None:
-                gates.restore(whole_tensors(reader, f"tables.slab-{number}.gates."))
+        read_rows(reader, rows, reader.positions()[tables.sharding.rows_of(mesh.data.rank)])
+        replicated = reader.replicated_tensors("tables.")
+        for shard in tables:
+            shard.load_replicated(replicated)
     if facts["ranks"] == mesh.world.size:
-        torch.set_rng_state(whole_tensors(reader, f"rng.rank-{mesh.world.rank}")[""])
+        torch.set_rng_state(reader.tensor(f"rng.rank-{mesh.world.rank}"))
     return facts
 
 
-def _same_layout(facts: Facts, engine: Engine, tables: TableOptimizer | None, mesh: Mesh) -> bool:
-    """Whether every rank holds just what a rank saved: then each part is read once, and checked on the way."""
+def _same_layout(reader: CheckpointReader, engine: Engine, tables: TableShards | None, mesh: Mesh) -> bool:
+    """Whether every rank holds just what a rank saved: then each chunk is read by one rank, and verified on the way.
+    All ranks come to the same answer."""
+    facts = reader.facts
     saved = facts["ranks"], facts["data_ranks"], facts["tensor"], facts["engine"]
-    here = mesh.world.size, mesh.data.size, mesh.tensor.size, engine.config.parallel.engine
-    return saved == here and (tables is None or facts["placement"] == tables.store.placement.policy)
+    current = mesh.world.size, mesh.data.size, mesh.tensor.size, engine.config.parallel.engine
+    if saved != current:
+        return False
+    return tables is None or np.array_equal(reader.positions(), _positions(tables.sharding))
 
 
-def load_boxes(reader: FolderReader, state: State, mesh: Mesh) -> None:
-    """Fill the boxes of a state in place. All ranks call it, and all fail where one does."""
-    allow_one_process()
+def _positions(row_sharding: RowSharding) -> NDArray[Any]:
+    """Where each global row would stand if this run saved it."""
+    counts = np.bincount(row_sharding.owner, minlength=row_sharding.ranks)
+    positions: NDArray[Any] = (np.cumsum(counts) - counts)[row_sharding.owner] + row_sharding.local
+    return positions
+
+
+def load_shards(reader: CheckpointReader, tensors: Tensors, mesh: Mesh) -> None:
+    """Fill the shards in place. All ranks call it, and all raise if one fails."""
+    ignore_single_process_warning()
     failed: BaseException | None = None
-    try:  # what a rank reads follows from what it holds: nothing is to be agreed on
-        load(state, storage_reader=reader, planner=BoxLoadPlanner(), no_dist=True)
+    try:  # a rank reads what it holds: there is nothing to agree on, so no collectives
+        load(tensors, storage_reader=FolderReader(reader), planner=ShardLoadPlanner(), no_dist=True)
     except CheckpointException as error:
         failed = next(iter(error.failures.values()))[0]
         if not isinstance(failed, DamagedFileError):
             raise failed from error
-    causes = mesh.world.host.gather_objects(None if failed is None else str(failed))
+    causes = mesh.world.host.all_gather_object(None if failed is None else str(failed))
     complaints = [f"rank {rank}: {cause}" for rank, cause in enumerate(causes) if cause is not None]
     if complaints:
         raise DamagedFileError("; ".join(complaints))
 
 
-def whole_tensors(reader: FolderReader, prefix: str) -> dict[str, torch.Tensor]:
-    """Small tensors by the end of their name."""
-    return {
-        name.removeprefix(prefix): reader.chunk(entry.chunks[0], entry.dtype).clone()
-        for name, entry in reader.manifest.tensors.items()
-        if name.startswith(prefix) and len(entry.chunks) == 1 and entry.chunks[0].sizes == entry.shape
-    }
+def read_rows(reader: CheckpointReader, tensors: Tensors, positions_S: NDArray[Any]) -> None:
+    """Fill the local rows of table tensors; `positions_S`: the saved position of each local row."""
+    order_S = np.argsort(positions_S, kind="stable")
+    ascending_S = positions_S[order_S]
+    for name, tensor in tensors.items():
+        entry = reader.manifest.tensors[name]
+        assert list(entry.shape) == list(tensor.shape), name
+        (shard,) = tensor.shards
+        covered = 0
+        for chunk in entry.chunks:
+            first, last = np.searchsorted(ascending_S, (chunk.offsets[0], chunk.offsets[0] + chunk.sizes[0]))
+            target, columns = _overlapping_columns(chunk, shard)
+            if first == last or target.numel() == 0:
+                continue
+            local_R = order_S[first:last]
+            covered += len(local_R) * (target.numel() // len(target))
+            contiguous = bool((np.diff(local_R) == 1).all())
+            if len(local_R) == chunk.sizes[0] and contiguous and columns is None:
+                reader.read_chunk(chunk, entry.dtype, target[local_R[0] : local_R[0] + len(local_R)])
+            else:
+                saved_R = ascending_S[first:last] - chunk.offsets[0]
+                _gather_rows(reader, chunk, entry.dtype, target, local_R, saved_R, columns)
+        if covered != shard.tensor.numel():
+            raise DamagedFileError(f"the checkpoint '{reader.folder}' does not hold all of '{name}'")
+        reader.bytes_read += shard.tensor.nbytes
+
+
+def _overlapping_columns(chunk: Chunk, shard: LocalShard) -> tuple[Tensor, slice | None]:
+    """(the shard's columns that the chunk holds, which columns of the chunk those are; None: all)"""
+    if len(chunk.sizes) == 1:
+        return shard.tensor, None
+    begin = max(chunk.offsets[1], shard.offsets[1])
+    end = max(begin, min(chunk.offsets[1] + chunk.sizes[1], shard.offsets[1] + shard.tensor.shape[1]))
+    target = shard.tensor[:, begin - shard.offsets[1] : end - shard.offsets[1]]
+    return target, None if end - begin == chunk.sizes[1] else slice(begin - chunk.offsets[1], end - chunk.offsets[1])
+
+
+def _gather_rows(
+    reader: CheckpointReader,
+    chunk: Chunk,
+    dtype: str,
+    target: Tensor,
+    local_R: NDArray[Any],
+    saved_R: NDArray[Any],
+    columns: slice | None,
+) -> None:
+    """Copy rows `saved_R` (ascending) of a chunk to rows `local_R` of the target."""
+    source = reader.chunk(chunk, dtype)
+    source = source if columns is None else source[:, columns]
+    step = max(1, GATHER_BYTES // max(1, chunk.sizes[-1] * source.element_size()))
+    for start in range(0, len(local_R), step):
+        block = slice(start, start + step)
+        rows = source[torch.from_numpy(saved_R[block])]
+        target[torch.from_numpy(local_R[block]).to(target.device)] = rows.to(target)
+        reader.release_pages()

@@ -1,132 +1,148 @@
-"""Saving while training goes on: the state is copied, then written by a thread over a process group of its own.
+"""Saving while training continues: the state is copied to host memory, then a thread writes it.
+
+`Saver.save` blocks for the copy only. The thread runs torch.distributed.checkpoint over a process group of its own,
+because a group that two threads use hangs when their order differs between ranks.
 
 A save succeeds on all ranks or fails on all: each stage of torch.distributed.checkpoint gathers the failures of all
-ranks, and what the first rank does alone is told to the others. Only a rank that dies takes the others with it.
+ranks, and the result of what rank 0 does alone is broadcast. A failed save leaves the previous checkpoint as it was.
 """
 
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import wait as wait_for
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from xgram_dist.checkpoint.boxes import State
-from xgram_dist.checkpoint.copy import HostCopy
+from xgram_dist.checkpoint.dcp_storage import FolderWriter, ShardSavePlanner, ignore_single_process_warning
 from xgram_dist.checkpoint.folder import (
-    begin,
+    begin_checkpoint,
     clear_unfinished,
-    complete,
+    commit_checkpoint,
     copy_file,
-    discard,
-    found_steps,
-    remove,
-    superfluous,
+    discard_checkpoint,
+    expired_steps,
+    list_steps,
+    remove_checkpoint,
 )
 from xgram_dist.checkpoint.lease import Lease
-from xgram_dist.checkpoint.storage import BoxSavePlanner, FolderWriter, allow_one_process
+from xgram_dist.checkpoint.sharded_tensor import CheckpointState, LocalShard, ShardedTensor
 from xgram_dist.config.schema import CheckpointConfig
-from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.progress import Lines
+from xgram_dist.console import ByteProgress
+from xgram_dist.parallel.device import empty_on_host, synchronize
+from xgram_dist.parallel.mesh import new_host_group
+from xgram_dist.parallel.process_group import ProcessGroup
 
 
 @dataclass(frozen=True)
-class Saved:
+class SaveResult:
     """How a save ended."""
 
     step: int
     seconds: float
     blocked: float
-    """Seconds that training stood still for it."""
+    """Seconds for which training was blocked."""
     bytes: int = 0
-    """Of all ranks; known to the first."""
+    """Of all ranks; known to rank 0."""
     error: str | None = None
 
     def __str__(self) -> str:
         if self.error is not None:
-            return f"step {self.step}: checkpoint NOT written: {self.error}; the checkpoint before it stays good"
+            return f"step {self.step}: checkpoint NOT written: {self.error}; the previous checkpoint is unchanged"
         rate = self.bytes / 1e6 / max(self.seconds, 1e-9)
         return (
             f"step {self.step}: checkpoint of {self.bytes / 1e6:,.1f} MB in {self.seconds:.1f} s ({rate:,.0f} MB/s, "
-            f"training stood still for {1000 * self.blocked:,.0f} ms)"
+            f"training blocked for {1000 * self.blocked:,.0f} ms)"
         )
 
 
 class Saver:
-    def __init__(self, run: Path, settings: CheckpointConfig, world: Ranks, lease: Lease | None = None):
-        """`lease`: of the run folder; the first rank's."""
+    def __init__(self, run: Path, settings: CheckpointConfig, world: ProcessGroup, lease: Lease | None = None):
+        """`lease`: of the run folder, on rank 0."""
         self.run, self.settings, self.world, self.lease = run, settings, world, lease
-        # Its own group: the thread's messages must not mix with those of training.
-        self._group = dist.new_group(backend="gloo", timeout=world.timeout) if world.size > 1 else None
+        self._group = new_host_group(world).group
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="save")
-        self._under_way: Future[Saved] | None = None
-        self._copy = HostCopy()
+        self._pending: Future[SaveResult] | None = None
+        self._staging = StagingBuffers()
         if world.first:
             clear_unfinished(run)
-        self._last = time.monotonic()
+        self._last_save = time.monotonic()
 
     def due(self, step: int) -> bool:
-        """Whether it is time to save; ranks may differ about it, the first decides."""
+        """Whether it is time to save. The clocks of ranks differ, so rank 0 decides."""
         every, minutes = self.settings.every, self.settings.minutes
-        late = minutes > 0 and time.monotonic() - self._last >= 60 * minutes
-        return late or (every > 0 and step % every == 0)
+        overdue = minutes > 0 and time.monotonic() - self._last_save >= 60 * minutes
+        return overdue or (every > 0 and step % every == 0)
 
-    def save(self, state: State, facts: dict[str, Any], files: list[Path], *, wait: bool) -> list[Saved]:
-        """Begin to save; how the save before ended, if not yet told, and this one where it was waited for."""
-        start = self._last = time.monotonic()
-        before = self.outcome(wait=True)
+    def save(self, state: CheckpointState, facts: dict[str, Any], files: list[Path], *, wait: bool) -> list[SaveResult]:
+        """Start a save; `files` are copied into the checkpoint. Returns the results of saves that ended and were not
+        yet reported: the previous one, and with `wait` this one."""
+        start = self._last_save = time.monotonic()
+        results = self.finished_saves(wait=True)
         if wait or not self.settings.asynchronous:
-            self._under_way = self._thread.submit(self._write, state, facts, files, start, None)
-            return before + self.outcome(wait=True)
-        copied = self._copy.of(state)
+            self._pending = self._thread.submit(self._write, state, facts, files, start, None)
+            return results + self.finished_saves(wait=True)
+        staged = self._staging.copy(state)
         blocked = time.monotonic() - start
-        self._under_way = self._thread.submit(self._write, copied, facts, files, start, blocked)
-        return before
+        self._pending = self._thread.submit(self._write, staged, facts, files, start, blocked)
+        return results
 
-    def outcome(self, *, wait: bool = False) -> list[Saved]:
-        """How the last save ended, once, when it is through."""
-        if self._under_way is None or not (wait or self._under_way.done()):
+    def finished_saves(self, *, wait: bool = False) -> list[SaveResult]:
+        """The result of the last save, once, when it has ended."""
+        if self._pending is None or not (wait or self._pending.done()):
             return []
-        done, self._under_way = self._under_way, None
-        return [done.result()]
+        pending, self._pending = self._pending, None
+        return [pending.result()]
+
+    def wait(self, seconds: float) -> None:
+        """Until the save under way has ended, if it ends in time."""
+        if self._pending is not None:
+            wait_for([self._pending], timeout=seconds)
 
     def close(self) -> None:
         self._thread.shutdown()
 
-    @property
-    def _token(self) -> str:
-        return "alone" if self.lease is None else self.lease.token
+    # On the thread.
 
     def _write(
-        self, state: State, facts: dict[str, Any], files: list[Path], start: float, blocked: float | None
-    ) -> Saved:
+        self, state: CheckpointState, facts: dict[str, Any], files: list[Path], start: float, blocked: float | None
+    ) -> SaveResult:
+        """`blocked`: None if training waits for all of it."""
         step = facts["step"]
-        lines = Lines(f"step {step}: checkpoint") if self.world.first else None
+        lines = ByteProgress(f"step {step}: checkpoint") if self.world.first else None
         try:
-            aside = Path(self._by_first(lambda: self._begin(step, files)))
-            writer = FolderWriter(aside, self.world.rank, facts, lines)
-            allow_one_process()
+            unfinished = Path(self._on_rank_0(lambda: self._begin(step, files)))
+            writer = FolderWriter(unfinished, self.world.rank, facts, state.tensors, lines)
+            ignore_single_process_warning()
             save(
-                state,
+                state.tensors,
                 storage_writer=writer,
-                planner=BoxSavePlanner(),
+                planner=ShardSavePlanner(state.row_ids),
                 process_group=self._group,
                 no_dist=self.world.size == 1,
             )
-            self._by_first(lambda: self._complete(step))
-        except (Exception, CheckpointException) as error:  # torch's is no Exception
+            self._on_rank_0(lambda: self._commit(step))
+        except (Exception, CheckpointException) as error:  # CheckpointException is a BaseException
             if self.world.first:
                 self._check_lease()
-                discard(self.run, step, self._token)
+                discard_checkpoint(self.run, step, self._token)
             seconds = time.monotonic() - start
-            return Saved(step, seconds, seconds if blocked is None else blocked, error=_cause(error))
-        self._copy.only(writer.written)
+            return SaveResult(step, seconds, seconds if blocked is None else blocked, error=_cause(error))
+        self._staging.keep_only(writer.written)
         seconds = time.monotonic() - start
-        return Saved(step, seconds, seconds if blocked is None else blocked, writer.total)
+        return SaveResult(step, seconds, seconds if blocked is None else blocked, writer.total_bytes)
+
+    @property
+    def _token(self) -> str:
+        return "alone" if self.lease is None else self.lease.token
 
     def _check_lease(self) -> None:
         if self.lease is not None:
@@ -134,32 +150,32 @@ class Saver:
 
     def _begin(self, step: int, files: list[Path]) -> str:
         self._check_lease()
-        aside = begin(self.run, step, self._token)
+        unfinished = begin_checkpoint(self.run, step, self._token)
         for file in files:
-            copy_file(file, aside)
-        return str(aside)
+            copy_file(file, unfinished)
+        return str(unfinished)
 
-    def _complete(self, step: int) -> str:
+    def _commit(self, step: int) -> str:
         self._check_lease()
-        final = complete(self.run, step, self._token)
-        for old in superfluous(found_steps(self.run), self.settings.keep, self.settings.keep_every):
+        folder = commit_checkpoint(self.run, step, self._token)
+        for expired in expired_steps(list_steps(self.run), self.settings.keep, self.settings.keep_every):
             self._check_lease()
-            remove(self.run, old)
-        return str(final)
+            remove_checkpoint(self.run, expired)
+        return str(folder)
 
-    def _by_first(self, work: Callable[[], str]) -> str:
-        """Done by the first rank; its result, or its failure, on all."""
-        found: list[Any] = [None, None]
+    def _on_rank_0(self, work: Callable[[], str]) -> str:
+        """Run on rank 0; broadcast its result or its failure to all ranks."""
+        outcome: list[Any] = [None, None]
         if self.world.first:
             try:
-                found[0] = work()
+                outcome[0] = work()
             except Exception as error:
-                found[1] = _cause(error)
+                outcome[1] = _cause(error)
         if self.world.size > 1:
-            dist.broadcast_object_list(found, src=0, group=self._group)
-        if found[1] is not None:
-            raise RuntimeError(found[1])
-        return str(found[0])
+            dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if outcome[1] is not None:
+            raise RuntimeError(outcome[1])
+        return str(outcome[0])
 
 
 def _cause(error: BaseException) -> str:
@@ -170,3 +186,75 @@ def _cause(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror + (f" ('{error.filename}')" if error.filename else "")
     return str(error) or type(error).__name__
+
+
+ShardKey = tuple[str, tuple[int, ...]]
+"""Name of a tensor and offsets of a shard of it."""
+
+
+class StagingBuffers:
+    """The host copy of a state that the thread writes from.
+
+    Buffers are reused between saves: allocating them page by page costs more than copying. Tensors that together cover
+    one contiguous base tensor (the tables of a view) are copied with it in one piece."""
+
+    def __init__(self) -> None:
+        self._buffers: dict[ShardKey, Tensor] = {}
+        self._keys: set[ShardKey] | None = None
+        """The shards that this rank writes; None: not known before the first save."""
+
+    def keep_only(self, keys: set[ShardKey]) -> None:
+        """Copy no more than these shards from now on: other ranks write the rest."""
+        self._keys = keys
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in keys}
+
+    @torch.no_grad()
+    def copy(self, state: CheckpointState) -> CheckpointState:
+        """A copy, valid until the next one is made."""
+        shards = {
+            (name, shard.offsets): shard.tensor
+            for name, tensor in state.tensors.items()
+            for shard in tensor.shards
+            if self._keys is None or (name, shard.offsets) in self._keys
+        }
+        covered_bases = _covered_bases(list(shards.values()))
+        copies: dict[ShardKey, Tensor] = {}
+        base_copies: dict[int, Tensor] = {}
+        for key, local in shards.items():
+            base = covered_bases.get(id(local._base))
+            if base is None:
+                copies[key] = self._copy(key, local)
+                continue
+            if id(base) not in base_copies:
+                base_copies[id(base)] = self._copy(key, base)
+            offset = local.storage_offset() - base.storage_offset()
+            copies[key] = base_copies[id(base)].as_strided(local.shape, local.stride(), offset)
+        for device in {local.device for local in shards.values()}:
+            synchronize(device)
+        tensors = {
+            name: ShardedTensor(
+                tensor.shape,
+                tensor.dtype,
+                [LocalShard(s.offsets, copies[name, s.offsets]) for s in tensor.shards if (name, s.offsets) in copies],
+                tensor.row_ids,
+            )
+            for name, tensor in state.tensors.items()
+        }
+        return CheckpointState(tensors, state.row_ids)
+
+    def _copy(self, key: ShardKey, tensor: Tensor) -> Tensor:
+        buffer = self._buffers.get(key)
+        if buffer is None or buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            buffer = self._buffers[key] = empty_on_host(tensor)
+        return buffer.copy_(tensor, non_blocking=True)
+
+
+def _covered_bases(tensors: list[Tensor]) -> dict[int, Tensor]:
+    """The contiguous base tensors that these views cover completely, by id."""
+    bases, covered = {}, Counter[int]()
+    for tensor in tensors:
+        base = tensor._base
+        if base is not None and base.is_contiguous() and base.dtype == tensor.dtype:
+            bases[id(base)] = base
+            covered[id(base)] += tensor.numel()
+    return {key: base for key, base in bases.items() if covered[key] >= base.numel()}

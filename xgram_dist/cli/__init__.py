@@ -1,1 +1,1 @@
-"""The command `xgram-dist`: one module per command, imported only when it is run."""
+"""The command `xgram-dist`. `main` lists the commands; a command's module is imported when it is run."""

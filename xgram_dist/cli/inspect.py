@@ -1,10 +1,12 @@
-"""`xgram-dist inspect`."""
+"""`xgram-dist inspect`: what a checkpoint holds, and whether it is undamaged. Imports no torch."""
 
 import argparse
 import json
 import sys
 from pathlib import Path
 from typing import Any
+
+from xgram_dist.cli.command import Command
 
 EXAMPLES = """
   xgram-dist inspect runs/tiny-xgram
@@ -19,85 +21,89 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from xgram_dist.checkpoint.contents import describe
     from xgram_dist.checkpoint.folder import checkpoints_at
+    from xgram_dist.checkpoint.inspect import describe
     from xgram_dist.checkpoint.manifest import Manifest
-    from xgram_dist.checkpoint.raw import DamagedFileError
+    from xgram_dist.checkpoint.safetensors_io import DamagedFileError
 
-    whole: dict[Path, Manifest] = {}
-    faults: dict[Path, list[str]] = {}
+    manifests: dict[Path, Manifest] = {}
+    damage: dict[Path, list[str]] = {}
     for folder in checkpoints_at(Path(args.path)):
         try:
-            whole[folder] = Manifest.read(folder)
+            manifests[folder] = Manifest.read(folder)
         except DamagedFileError as error:
-            faults[folder] = [str(error)]
+            damage[folder] = [str(error)]
     if args.verify:
-        faults |= _verify(whole)
-    found = sorted([*whole, *(folder for folder in faults if folder not in whole)])
-    about = {folder: describe(folder, manifest) for folder, manifest in whole.items()}
+        damage |= _verify(manifests)
+    folders = sorted([*manifests, *(folder for folder in damage if folder not in manifests)])
+    descriptions = {folder: describe(folder, manifest) for folder, manifest in manifests.items()}
     if args.json:
-        tree = [
-            {**about.get(folder, {"checkpoint": str(folder)}), "damaged": faults.get(folder, [])} for folder in found
+        trees = [
+            {**descriptions.get(folder, {"checkpoint": str(folder)}), "damaged": damage.get(folder, [])}
+            for folder in folders
         ]
-        print(json.dumps(tree[0] if found == [Path(args.path)] else tree, indent=2))
+        print(json.dumps(trees[0] if folders == [Path(args.path)] else trees, indent=2))
     else:
-        _print(found, about, faults, args.verify)
-    for sentences in faults.values():
+        _print(folders, descriptions, damage, args.verify)
+    for sentences in damage.values():
         for sentence in sentences:
             print(f"xgram-dist inspect: {sentence}", file=sys.stderr)
-    return 1 if faults else 0
+    return 1 if damage else 0
 
 
-def _verify(whole: dict[Path, Any]) -> dict[Path, list[str]]:
-    from xgram_dist.checkpoint.contents import damages
-    from xgram_dist.progress import Progress
+def _verify(manifests: dict[Path, Any]) -> dict[Path, list[str]]:
+    """A sentence for every damage, by checkpoint; undamaged ones are left out."""
+    from xgram_dist.checkpoint.inspect import find_damage
+    from xgram_dist.console import Progress
 
-    total = sum(manifest.bytes_of(name) for manifest in whole.values() for name in manifest.tensors)
-    faults = {}
+    total = sum(manifest.nbytes(name) for manifest in manifests.values() for name in manifest.tensors)
+    damage = {}
     with Progress(total / 1e6, "MB", "verifying") as progress:
-        for folder, manifest in whole.items():
-            sentences = list(damages(folder, manifest, lambda count: progress.update(count / 1e6)))
+        for folder, manifest in manifests.items():
+            sentences = list(find_damage(folder, manifest, lambda nbytes: progress.update(nbytes / 1e6)))
             if sentences:
-                faults[folder] = sentences
-    return faults
+                damage[folder] = sentences
+    return damage
 
 
-def _print(found: list[Path], about: dict[Path, Any], faults: dict[Path, list[str]], verified: bool) -> None:
-    from xgram_dist.progress import table
+def _print(folders: list[Path], descriptions: dict[Path, Any], damage: dict[Path, list[str]], verified: bool) -> None:
+    """A line for each checkpoint, then the newest one in full."""
+    from xgram_dist.console import print_table
 
-    if len(found) > 1:
+    if len(folders) > 1:
         rows = []
-        for folder in found:
-            state = "damaged" if folder in faults else "whole" if verified else "complete"
-            one = about.get(folder)
-            known = [] if one is None else [_loss(one), one["saved"], str(one["ranks"]), _size(one["bytes"])]
-            rows.append([folder.name, *(known or ["-"] * 4), state])
-        table(["checkpoint", "loss", "saved", "ranks", "size", ""], rows, left=(0, 5))
+        for folder in folders:
+            state = "damaged" if folder in damage else "whole" if verified else "complete"
+            one = descriptions.get(folder)
+            cells = ["-"] * 4 if one is None else [_loss(one), one["saved"], str(one["ranks"]), _size(one["bytes"])]
+            rows.append([folder.name, *cells, state])
+        print_table(["checkpoint", "loss", "saved", "ranks", "size", ""], rows, left=(0, 5))
         print()
-    if not about:
+    if not descriptions:
         return
-    one = about[max(about)]
-    for name, text in _lines(one):
+    newest = max(descriptions)
+    for name, text in _lines(descriptions[newest]):
         print(f"{name:<12} {text}".rstrip())
     print()
     rows = [
         [
-            part["name"],
-            f"{part['tensors']:,}",
-            "-" if part["shape"] is None else " x ".join(f"{size:,}" for size in part["shape"]) or "1",
-            f"{part['numbers']:,}",
-            " ".join(part["dtypes"]),
-            _size(part["bytes"]),
-            str(part["files"]),
+            group["name"],
+            f"{group['tensors']:,}",
+            "-" if group["shape"] is None else " x ".join(f"{size:,}" for size in group["shape"]) or "1",
+            f"{group['numbers']:,}",
+            " ".join(group["dtypes"]),
+            _size(group["bytes"]),
+            str(group["files"]),
         ]
-        for part in one["parts"]
+        for group in descriptions[newest]["parts"]
     ]
-    table(["part", "tensors", "shape of each", "numbers", "type", "size", "files"], rows)
-    if verified and max(about) not in faults:
+    print_table(["part", "tensors", "shape of each", "numbers", "type", "size", "files"], rows)
+    if verified and newest not in damage:
         print("\nevery checksum matches")
 
 
 def _lines(one: dict[str, Any]) -> list[tuple[str, str]]:
+    """(heading, text) of a checkpoint's description."""
     by = ", ".join(f"{name} {version}" for name, version in one["written_by"].items())
     source = one["started_from"]
     lines = [
@@ -107,7 +113,7 @@ def _lines(one: dict[str, Any]) -> list[tuple[str, str]]:
         ("layout", f"{one['ranks']} rank(s), tensor degree {one['tensor']}, engine {one['engine']}"),
     ]
     if one["method"] != "vanilla" and one["table_optimizer"] is None:
-        lines.append(("method", f"{one['method']}, whose tables are made at export"))
+        lines.append(("method", f"{one['method']}, whose tables are computed at export"))
     elif one["method"] != "vanilla":
         text = f"{one['method']}, compression {one['compression']}, optimizer {one['table_optimizer']}"
         lines.append(("tables", text + (f", routing {one['routing'][:12]}" if one["routing"] else "")))
@@ -131,3 +137,6 @@ def _size(count: int) -> str:
         if count >= size:
             return f"{count / size:,.1f} {unit}"
     return f"{count:,} bytes"
+
+
+COMMANDS = {"inspect": Command(EXAMPLES, add_arguments, run)}

@@ -1,75 +1,95 @@
 """Entry point of `xgram-dist`.
 
-A command is a module of this folder with `EXAMPLES` (shown by --help), `add_arguments(parser)` and
-`run(args) -> exit code`. Command modules import what is heavy (torch, streaming) inside `run`, so that `--help`
-is instant. A `UserError` is one sentence on stderr and exit code 2; Ctrl-C is exit code 130.
+`COMMANDS` lists every command with the module that holds it and its one-line help. The module is imported only when
+its command is run, and imports what is heavy (torch, pydantic, streaming) inside `run`, so that `--help` is instant.
+
+To add a command: a line in `COMMANDS` below, and an entry in the `COMMANDS` of its module.
+
+Exit codes: 2 after a `UserError`, which is printed as one sentence on stderr; 130 after Ctrl-C; 141 when the reader of
+a pipe closes it.
 """
 
 import argparse
 import importlib
-import os
 import sys
+from typing import NamedTuple
 
 from xgram_dist import __version__
+from xgram_dist.cli.command import Command, report_error
 from xgram_dist.errors import UserError, nearest
 
+
+class Entry(NamedTuple):
+    module: str
+    """Module of `xgram_dist.cli` whose `COMMANDS` holds the command."""
+    help: str
+
+
 COMMANDS = {
-    "prepare": "documents -> tokenizer -> MDS shards and token counts",
-    "frequencies": "token counts of a prepared data set -> frequency file",
-    "route": "frequencies -> routing file (token -> table rows), with its layout and row-hit table",
-    "plan": "what a recipe costs, without building it: parameters and FLOPs",
-    "train": "train a recipe",
-    "submit": "train a recipe, or an array of them, as a Slurm job",
-    "status": "what the Slurm job of a run is doing",
-    "cancel": "end the Slurm job of a run, with a checkpoint",
-    "eval": "benchmarks of lm-evaluation-harness on a checkpoint",
-    "perplexity": "perplexity of a checkpoint on prepared data, by source and by token frequency",
-    "generate": "text from a checkpoint",
-    "export": "a checkpoint as a Hugging Face folder",
-    "inspect": "what is in a checkpoint, and whether all of it is as it was written",
-    "diagnose": "the measurements of the paper on a checkpoint: figures and pictures",
-    "compare": "train recipes on several seeds, and put them side by side in a page",
-    "report": "table, picture and page of one or more runs",
-    "bench": "benchmarks, side by side in one run: checkpoint, data, engine, exchange, generate, step",
+    "prepare": Entry("prepare", "tokenize documents into MDS shards, and count the tokens"),
+    "frequencies": Entry("routing", "write the token counts of a prepared data set as a frequency file"),
+    "route": Entry("routing", "build a routing file (token -> table rows) from frequencies, and print its layout"),
+    "plan": Entry("plan", "estimate what a recipe costs without building it: parameters, FLOPs, memory, time"),
+    "doctor": Entry("doctor", "check a new machine or cluster: versions, links, files, parity with the CPU, speed"),
+    "train": Entry("train", "train a recipe"),
+    "submit": Entry("slurm", "train a recipe, or an array of recipes, as a Slurm job"),
+    "status": Entry("slurm", "show the state of a run's Slurm job"),
+    "cancel": Entry("slurm", "stop a run's Slurm job, after a checkpoint"),
+    "eval": Entry("evaluate", "run benchmarks of lm-evaluation-harness on a checkpoint"),
+    "perplexity": Entry(
+        "evaluate", "measure a checkpoint's perplexity on prepared data, by source and token frequency"
+    ),
+    "generate": Entry("inference", "generate text from a checkpoint"),
+    "export": Entry("inference", "write a checkpoint as a Hugging Face folder"),
+    "inspect": Entry("inspect", "show what a checkpoint contains, and verify its checksums"),
+    "diagnose": Entry("analysis", "measure what the tables of a checkpoint learned, as in the paper"),
+    "compare": Entry("analysis", "train recipes on several seeds, and compare them on one page"),
+    "report": Entry("analysis", "summarise one or more runs as a table, a picture and a page"),
+    "bench": Entry("bench", "run a benchmark: checkpoint, data, engine, exchange, generate or step"),
 }
 
 
-def build_parser(command: str | None) -> argparse.ArgumentParser:
+def load_command(name: str) -> Command:
+    commands: dict[str, Command] = importlib.import_module(f"xgram_dist.cli.{COMMANDS[name].module}").COMMANDS
+    return commands[name]
+
+
+def build_parser(chosen: str | None) -> argparse.ArgumentParser:
+    """The parser of all commands, with the arguments of the `chosen` one."""
     parser = argparse.ArgumentParser(
         prog="xgram-dist",
         description="Train language models whose capacity lives in token-indexed tables.",
-        epilog="Each command has --help with an example.  First steps: make demo",
+        epilog="Each command has --help with examples. First steps: make demo",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"xgram-dist {__version__}")
-    commands = parser.add_subparsers(dest="command", metavar="COMMAND")
-    for name, summary in COMMANDS.items():
-        # Only the chosen command's module is imported; the others show their summary.
-        if name != command:
-            commands.add_parser(name, help=summary)
+    subparsers = parser.add_subparsers(dest="command", metavar="COMMAND")
+    for name, entry in COMMANDS.items():
+        if name != chosen:
+            subparsers.add_parser(name, help=entry.help)
             continue
-        module = importlib.import_module(f"xgram_dist.cli.{name}")
-        sub = commands.add_parser(
+        command = load_command(name)
+        subparser = subparsers.add_parser(
             name,
-            help=summary,
-            description=summary[0].upper() + summary[1:] + ".",
-            epilog="example:\n" + module.EXAMPLES.strip("\n"),
+            help=entry.help,
+            description=entry.help[0].upper() + entry.help[1:] + ".",
+            epilog="example:\n" + command.examples.strip("\n"),
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
-        module.add_arguments(sub)
-        sub.set_defaults(execute=module.run)
+        command.add_arguments(subparser)
+        subparser.set_defaults(run=command.run)
     return parser
 
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    command = next((word for word in words if not word.startswith("-")), None)
-    if command is not None and command not in COMMANDS:
-        print(f"xgram-dist: unknown command '{command}'{nearest(command, list(COMMANDS))}", file=sys.stderr)
+    chosen = next((word for word in words if not word.startswith("-")), None)
+    if chosen is not None and chosen not in COMMANDS:
+        print(f"xgram-dist: unknown command '{chosen}'{nearest(chosen, list(COMMANDS))}", file=sys.stderr)
         return 2
-    parser = build_parser(command)
+    parser = build_parser(chosen)
     args, rest = parser.parse_known_args(words)
-    # argparse takes KEY=VALUE only up to the next option; what follows it is meant no less.
+    # argparse stops collecting KEY=VALUE at the first option; overrides after it count too.
     if rest and hasattr(args, "overrides") and not any(word.startswith("-") for word in rest):
         args.overrides += rest
     elif rest:
@@ -77,17 +97,11 @@ def main(arguments: list[str] | None = None) -> int:
     if args.command is None:
         parser.print_help()
         return 2
+    args.command_line = list(words)
     try:
-        return int(args.execute(args))
-    except UserError as error:
-        print(f"xgram-dist {args.command}: {error}", file=sys.stderr)
-        return error.exit_code
-    except KeyboardInterrupt:
-        print(f"xgram-dist {args.command}: stopped by Ctrl-C", file=sys.stderr)
-        return 130
-    except BrokenPipeError:  # `xgram-dist plan ... | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
+        return int(args.run(args))
+    except (UserError, KeyboardInterrupt, BrokenPipeError) as error:
+        return report_error(args.command, error)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""`xgram-dist prepare`: documents to a prepared data set."""
+"""`xgram-dist prepare`: documents to a prepared data set, and its summary."""
 
 import argparse
 import json
@@ -7,8 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from xgram_dist.cli.command import Command
+from xgram_dist.console import format_duration, print_table
 from xgram_dist.errors import UserError
-from xgram_dist.progress import duration, table
 
 if TYPE_CHECKING:
     from xgram_dist.data.prepare import Outcome, Source
@@ -18,8 +19,8 @@ EXAMPLES = """
   xgram-dist prepare --source web=raw/web@0.7 --source code=raw/code@0.3 --tokenizer tokenizer.json --out data/mix
   xgram-dist prepare --mix olmo-mix-1124/data --tokenizer qwen3/tokenizer.json --workers 64 --out data/olmo-mix
 """
-EMBEDDED_CHUNK, EMBEDDED_VALIDATION = 4_096, 0.05
 CHUNK, VALIDATION = 40_960, 0.005
+EMBEDDED_CHUNK, EMBEDDED_VALIDATION = 4_096, 0.05  # the embedded corpus is small
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -28,21 +29,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME=PATH[@WEIGHT]",
-        help="a file or folder (any depth) and its share of the mix; may be repeated; none: the embedded corpus",
+        help="a file or folder (recursive) and its weight in the mix; repeatable (default: the embedded corpus)",
     )
     parser.add_argument("--mix", metavar="DIR", help="each folder inside DIR is a source")
     parser.add_argument("--tokenizer", metavar="FILE", help="a tokenizers JSON or a sentencepiece .model")
     parser.add_argument(
         "--train-bpe", type=int, metavar="N", help="train a byte-level BPE of N tokens on the documents"
     )
-    parser.add_argument("--end-of-text", metavar="NAME", help="the token that ends a document (found by common names)")
-    parser.add_argument("--out", required=True, metavar="DIR", help="where the data set goes")
-    parser.add_argument("--workers", type=int, metavar="N", help="processes (default: the cores of this machine)")
+    parser.add_argument(
+        "--end-of-text", metavar="NAME", help="the end-of-text token (default: looked up by common names)"
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the data set")
+    parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: one per core)")
     parser.add_argument(
         "--chunk-tokens",
         type=int,
         metavar="N",
-        help=f"tokens of a chunk (default {CHUNK}; {EMBEDDED_CHUNK} for the embedded corpus, which is small)",
+        help=f"tokens in a chunk (default {CHUNK}; {EMBEDDED_CHUNK} for the embedded corpus)",
     )
     parser.add_argument(
         "--validation",
@@ -51,20 +54,24 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help=f"share of documents held out (default {VALIDATION}; {EMBEDDED_VALIDATION} for the embedded corpus)",
     )
     parser.add_argument(
-        "--max-rejected", type=float, default=0.01, metavar="SHARE", help="stop above this share of bad lines (0.01)"
+        "--max-rejected",
+        type=float,
+        default=0.01,
+        metavar="SHARE",
+        help="fail above this share of rejected lines (default 0.01)",
     )
     parser.add_argument("--corpus-bytes", type=int, metavar="N", help="size of the embedded corpus (default 12 MB)")
     parser.add_argument(
         "--part",
         metavar="K/N",
-        help="only part K (from 0) of N, beside the others, for a job array; without it, the same command then merges",
+        help="do part K (from 0) of N only, for a job array; the same command without --part then merges",
     )
     parser.add_argument("--overwrite", action="store_true", help="replace another data set in DIR")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def parse_source(text: str) -> "Source":
-    """`NAME=PATH[@WEIGHT]`; an `@` in the path is one as long as no number follows it."""
+    """`NAME=PATH[@WEIGHT]`. A path that exists as it stands may contain an `@`."""
     from xgram_dist.data.prepare import Source
 
     name, equals, rest = text.partition("=")
@@ -129,8 +136,8 @@ def run(args: argparse.Namespace) -> int:
         print(
             json.dumps(asdict(part))
             if args.json
-            else f"part {args.part}: {part.units:,} units done, {part.units_kept:,} of them before; "
-            f"{part.new_tokens:,} tokens in {duration(part.seconds)}"
+            else f"part {args.part}: {part.units:,} units done, {part.units_kept:,} of them by an earlier run; "
+            f"{part.new_tokens:,} tokens in {format_duration(part.seconds)}"
         )
         return 0
     outcome = prepare(request)
@@ -195,7 +202,9 @@ def print_summary(outcome: "Outcome", out: str) -> None:
                 f"{sum(totals['rejected'].values()):,}",
             ]
         )
-    table(["source", "weight", "documents", "MB of text", "train tokens", "validation tokens", "rejected lines"], rows)
+    print_table(
+        ["source", "weight", "documents", "MB of text", "train tokens", "validation tokens", "rejected lines"], rows
+    )
     for reason, count in sorted(totals["rejected"].items(), key=lambda item: -item[1]):
         print(f"rejected, {reason}: {count:,}")
     for line in outcome.first_rejections:
@@ -204,16 +213,17 @@ def print_summary(outcome: "Outcome", out: str) -> None:
         for split in ("train", "validation"):
             info = source.split(split)
             if info.documents and not info.chunks:
-                print(
-                    f"note: source '{source.name}' has less than one chunk for {split}; lower --chunk-tokens to use it"
-                )
+                print(f"note: source '{source.name}' has less than one {split} chunk; lower --chunk-tokens to use it")
     if outcome.already_there:
         print(f"'{out}' already holds this data set; nothing was done")
         return
-    kept = f", {outcome.units_kept:,} of {outcome.units:,} parts kept from an earlier run" if outcome.units_kept else ""
+    kept = f", {outcome.units_kept:,} of {outcome.units:,} units kept from an earlier run" if outcome.units_kept else ""
     rate = outcome.new_tokens / max(outcome.seconds, 1e-9)
     print(
         f"vocabulary {manifest.vocabulary:,}, chunks of {manifest.chunk_tokens:,} tokens, "
-        f"{outcome.dropped_tokens:,} tokens left over; {duration(outcome.seconds)}, {rate:,.0f} tokens/s{kept}"
+        f"{outcome.dropped_tokens:,} tokens dropped; {format_duration(outcome.seconds)}, {rate:,.0f} tokens/s{kept}"
     )
     print(f"written to {out}")
+
+
+COMMANDS = {"prepare": Command(EXAMPLES, add_arguments, run)}

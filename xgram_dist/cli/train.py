@@ -1,13 +1,15 @@
 """`xgram-dist train`."""
 
 import argparse
-import os
-from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from xgram_dist.cli.command import Command, close_ranks, launch_ranks, require_at_least, starts_ranks
+from xgram_dist.errors import UserError
+
 if TYPE_CHECKING:
-    from xgram_dist.train.start import Source
+    from xgram_dist.config import Config
+    from xgram_dist.train.checkpointing import StartCheckpoint
 
 EXAMPLES = """
   xgram-dist train recipes/tiny/xgram.yaml
@@ -24,76 +26,78 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="change keys of the recipe")
     parser.add_argument("--folder", metavar="DIR", help="run folder (default: runs/NAME)")
     parser.add_argument("--fresh", action="store_true", help="start over in a folder that already holds a run")
-    parser.add_argument("--from", dest="source", metavar="PATH", help="start from a checkpoint, or a run's newest one")
-    parser.add_argument("--weights-only", action="store_true", help="of --from: the weights that fit; all else anew")
+    parser.add_argument("--from", dest="source", metavar="PATH", help="start from a checkpoint, or from a run's newest")
+    parser.add_argument(
+        "--weights-only",
+        action="store_true",
+        help="with --from: take the weights that match; start steps, optimizer and data anew",
+    )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine (default 1)")
     parser.add_argument(
         "--preflight",
         type=float,
         metavar="GB/S",
-        help="first see that all ranks are there and agree, and hold the links against so many GB/s a rank",
+        help="first check that all ranks are present and agree, and that each link reaches this bandwidth",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    from xgram_dist.config import load_config
-    from xgram_dist.config.check import accumulation, check_files
-    from xgram_dist.errors import UserError
-    from xgram_dist.slurm.environment import adopt
+    from xgram_dist.cluster.slurm.commands import set_rank_environment
+    from xgram_dist.model.methods.base import check_files, load_recipe
 
-    adopt()
-    config = load_config(args.recipe, args.overrides)
+    set_rank_environment()
+    config = load_recipe(args.recipe, args.overrides)
     folder = Path(args.folder) if args.folder else Path("runs") / config.name
     if args.weights_only and args.source is None:
-        raise UserError("--weights-only says what to take of --from PATH; name the checkpoint or run with --from")
-    if args.ranks < 1:
-        raise UserError(f"--ranks {args.ranks} is not at least 1")
+        raise UserError("--weights-only says what to take from --from PATH; name the checkpoint or run with --from")
+    require_at_least(args, 1, "ranks")
     check_files(config)
-    if args.ranks > 1 and "RANK" not in os.environ:
-        from xgram_dist.checkpoint.lease import check_free
-        from xgram_dist.parallel.degrees import check_degrees
-        from xgram_dist.parallel.launch import launch
-        from xgram_dist.train.folder import check_run_folder
-
-        # What a single look can refuse is refused once, before any rank starts.
-        check_degrees(config, args.ranks)
-        accumulation(config, args.ranks // config.parallel.tensor)
-        check_free(folder)
-        check_run_folder(folder, config, args.fresh)
-        _source(args, folder)
-        options = ["--folder", str(folder), *(["--fresh"] if args.fresh else [])]
-        options += ["--preflight", str(args.preflight)] if args.preflight is not None else []
-        options += [] if args.source is None else ["--from", args.source]
-        options += ["--weights-only"] if args.weights_only else []
-        return launch(["train", args.recipe, *args.overrides, *options], args.ranks)
+    if starts_ranks(args):
+        _check_once(args, config, folder)
+        return launch_ranks(args)
     from xgram_dist.checkpoint.lease import hold
     from xgram_dist.parallel.device import choose_device
-    from xgram_dist.parallel.ranks import join_ranks
-    from xgram_dist.train.loop import Trainer
+    from xgram_dist.parallel.mesh import init_world
+    from xgram_dist.train.trainer import Trainer
 
     device = choose_device()
     if args.preflight is None:
-        ranks = join_ranks(device, config.train.collective_timeout)
+        ranks = init_world(device, config.train.collective_timeout)
     else:
-        from xgram_dist.preflight.preflight import join_checked
+        from xgram_dist.cluster.preflight import join_with_preflight
 
-        ranks = join_checked(config, device, args.preflight)
-    try:
-        with hold(folder) if ranks.first else nullcontext() as lease:
-            return Trainer(config, folder, args.fresh, ranks, lease, _source(args, folder)).run()
-    except (RuntimeError, MemoryError) as error:
-        from xgram_dist.train.out_of_memory import explained, is_out_of_memory
+        ranks = join_with_preflight(config, device, args.preflight)
+    with close_ranks(args.command, ranks) as held:
+        lease = held.enter_context(hold(folder)) if ranks.first else None
+        try:
+            return Trainer(config, folder, args.fresh, ranks, lease, _start_checkpoint(args, folder)).run()
+        except (RuntimeError, MemoryError) as error:
+            from xgram_dist.train.memory import explain_out_of_memory, is_out_of_memory
 
-        if not is_out_of_memory(error):
-            raise
-        raise explained(config, ranks.size, error) from error
-    finally:
-        ranks.close()
+            if not is_out_of_memory(error):
+                raise
+            raise explain_out_of_memory(config, ranks.size, error) from error
 
 
-def _source(args: argparse.Namespace, folder: Path) -> "Source | None":
-    from xgram_dist.train.start import Source
+def _check_once(args: argparse.Namespace, config: "Config", folder: Path) -> None:
+    """Refuse before any rank starts what one process can see, so that it is reported once."""
+    from xgram_dist.checkpoint.lease import check_free
+    from xgram_dist.config.validate import accumulation, check_degrees
+    from xgram_dist.train.run_dir import check_run_folder
+
+    check_degrees(config, args.ranks)
+    accumulation(config, args.ranks // config.parallel.tensor)
+    check_free(folder)
+    check_run_folder(folder, config, args.fresh)
+    _start_checkpoint(args, folder)
+
+
+def _start_checkpoint(args: argparse.Namespace, folder: Path) -> "StartCheckpoint | None":
+    from xgram_dist.train.checkpointing import StartCheckpoint
 
     if args.source is None:
         return None
-    return Source.find(Path(args.source), folder, weights_only=args.weights_only, fresh=args.fresh)
+    return StartCheckpoint.find(Path(args.source), folder, weights_only=args.weights_only, fresh=args.fresh)
+
+
+COMMANDS = {"train": Command(EXAMPLES, add_arguments, run)}

@@ -1,42 +1,68 @@
-"""Recipes: YAML files with `extends`, dotted overrides, and errors that name the key.
+"""Recipes to configs: YAML files with `extends`, dotted overrides, and errors that name the key.
 
     config = load_config("recipes/tiny/xgram.yaml", ["train.steps=100"])
 
-Later wins: the base (recursively), the recipe, the overrides. Mappings merge; everything else replaces.
+A recipe is read as a plain tree (dicts, lists, strings, numbers). The base named by `extends`, the recipe and the
+overrides are merged in this order: mappings merge, everything else replaces. Keys of earlier versions are then dropped
+or renamed (`REMOVED_KEYS`, `RENAMED_KEYS`), pydantic checks every key, and `validate.check` checks what several keys
+must agree on. A mistake is one sentence.
+
+Configs are saved in run folders and checkpoints as YAML with every key (`dump_config`), which `parse_config` reads.
 """
 
+import copy
 import json
 import re
+import sys
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin
+from typing import Any, NamedTuple, TypeVar, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from xgram_dist.config.check import check
 from xgram_dist.config.schema import Config
+from xgram_dist.config.validate import check
 from xgram_dist.errors import UserError, nearest
 
-Checked = TypeVar("Checked", bound=BaseModel)
+Model = TypeVar("Model", bound=BaseModel)
+
+
+class RemovedKey(NamedTuple):
+    default: Any
+    """Ignored where an old recipe or checkpoint has this value; any other is refused."""
+    advice: str
+
+
+REMOVED_KEYS = {
+    "memory.learning_rate.cap": RemovedKey(
+        None, "set memory.learning_rate.multiplier to the smaller of the multiplier and the cap"
+    ),
+    "memory.learning_rate.vip_cap": RemovedKey(
+        None, "set memory.learning_rate.vip_multiplier to the smaller of the multiplier and the cap"
+    ),
+}
+"""Keys of earlier versions that no longer exist."""
+RENAMED_KEYS: dict[str, str] = {}
+"""Old dotted key -> new one. The old key is accepted for one version; a recipe that uses it gets a hint on stderr."""
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-3 as a number (YAML 1.1 wants a dot) and refuses a key that stands twice."""
+    """Safe YAML that reads 1e-3 as a number (YAML 1.1 wants a dot) and refuses duplicate keys."""
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key_node, _ in node.value if isinstance(node, yaml.MappingNode) else ():
             if not isinstance(key_node, yaml.ScalarNode):
                 raise yaml.MarkedYAMLError(None, None, "a key must be a word", key_node.start_mark)
-            # `<<` merges another mapping, so it may stand twice
+            # `<<` merges another mapping and may occur more than once.
             if key_node.value in seen and key_node.tag != "tag:yaml.org,2002:merge":
-                raise yaml.MarkedYAMLError(None, None, f"the key '{key_node.value}' stands twice", key_node.start_mark)
+                raise yaml.MarkedYAMLError(None, None, f"duplicate key '{key_node.value}'", key_node.start_mark)
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
 
 
 class _Dumper(yaml.SafeDumper):
-    """Quotes the words that `_Loader` would read as numbers."""
+    """Quotes strings that `_Loader` would read as numbers."""
 
 
 for _class in (_Loader, _Dumper):
@@ -46,51 +72,63 @@ for _class in (_Loader, _Dumper):
 
 
 def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
+    """The config of a recipe file; each override is `key.subkey=value` with a YAML value."""
     tree = read_tree(Path(recipe), "recipe")
     for override in overrides or []:
         _apply_override(tree, override)
+    for old, new in RENAMED_KEYS.items():
+        if _find(tree, old) is not _MISSING:
+            print(f"recipe '{recipe}': the key {old} is now called {new}; please rename it", file=sys.stderr)
     return build_config(tree)
 
 
 def build_config(tree: dict[str, Any]) -> Config:
-    """A checked config from a plain tree (what YAML gives)."""
-    config = build_section(Config, tree, "recipe")
+    """A checked config from a plain tree, which may have keys of earlier versions."""
+    config = build_section(Config, _migrate(tree), "recipe")
     check(config)
     return config
 
 
-def build_section(section: type[Checked], tree: dict[str, Any], kind: str) -> Checked:
-    """A plain tree as a section, each key checked; `kind` is what errors call the whole."""
+def build_section(section: type[Model], tree: dict[str, Any], kind: str) -> Model:
+    """A plain tree as `section`, each key checked; errors call the tree a `kind`."""
     try:
-        # Through JSON, where strict mode takes a list for a tuple but never '5' for 5 or 1 for true.
+        # Through JSON: strict mode then accepts a list for a tuple, but never '5' for 5 or 1 for true.
         return section.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise UserError(_sentence(error, section, kind)) from None
 
 
 def parse_config(text: str) -> Config:
-    """What `dump_config` gave."""
+    """The config that `dump_config` wrote, by this version or an earlier one."""
     try:
         tree = _parse(text)
     except yaml.YAMLError:
         tree = None
     if not isinstance(tree, dict):
-        raise UserError("the recipe cannot be read: it is not YAML with keys")
+        raise UserError("the recipe cannot be read: it is not a YAML mapping")
     return build_config(tree)
 
 
+def is_saved_as(config: Config, path: Path) -> bool:
+    """Whether `path` holds this config, as `dump_config` of this or an earlier version wrote it."""
+    try:
+        return parse_config(path.read_text(encoding="utf-8")) == config
+    except (OSError, ValueError, UserError):
+        return False
+
+
 def dump_config(config: Config) -> str:
-    """The resolved recipe as YAML; loading it gives the same config."""
+    """The config as YAML with every key; loading it gives the same config."""
     tree = config.model_dump(mode="json")
-    # Letters beyond ASCII are escaped: written as they are, not all of them are read back (a next-line character).
+    # ASCII only: YAML does not read back every character that is written unescaped (for example next-line).
     return str(yaml.dump(tree, Dumper=_Dumper, sort_keys=False, allow_unicode=False))
 
 
 def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, Any]:
-    """A YAML file and what it extends, merged; `kind` is what errors call it."""
+    """A YAML file merged over what it extends; errors call it a `kind`. `above`: the files that extend this one."""
     where = f" (extended by {above[-1]})" if above else ""
     if path.resolve() in above:
-        raise UserError(f"{kind} '{path}' extends itself{where}; take out one of the two 'extends'")
+        raise UserError(f"{kind} '{path}' extends itself{where}; remove one of the two 'extends'")
     try:
         text = path.read_text(encoding="utf-8")
         tree = _parse(text)
@@ -100,12 +138,12 @@ def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, 
         raise UserError(f"{kind} '{path}'{where} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
-        place = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
+        position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = getattr(error, "problem", None) or " ".join(str(error).split())
-        raise UserError(f"{kind} '{path}'{where}{place}: not valid YAML: {problem}") from None
+        raise UserError(f"{kind} '{path}'{where}{position}: not valid YAML: {problem}") from None
     if not isinstance(tree, dict):
-        found = "empty" if tree is None else f"a {type(tree).__name__}"
-        raise UserError(f"{kind} '{path}'{where} is {found}; it must be a mapping of keys, such as 'name: first-run'")
+        content = "empty" if tree is None else f"a {type(tree).__name__}"
+        raise UserError(f"{kind} '{path}'{where} is {content}; it must be a mapping of keys, such as 'name: first-run'")
     base = tree.pop("extends", None)
     if base is None:
         return tree
@@ -115,18 +153,18 @@ def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, 
 
 
 def _parse(text: str) -> Any:
-    """YAML as a plain tree of JSON's types; all that is wrong with it is a YAMLError."""
+    """YAML as a plain tree of JSON types; every fault is a YAMLError."""
     try:
         tree = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
-        # Through JSON: an alias becomes a copy, which an override of one place leaves alone in the other.
+        # Through JSON: an alias becomes a copy, so that an override of one occurrence does not change the other.
         return json.loads(json.dumps(tree, default=str))
-    except (ValueError, TypeError, RecursionError) as error:  # a date that is none, a list within itself
+    except (ValueError, TypeError, RecursionError) as error:  # an invalid date, a list within itself
         raise yaml.YAMLError(str(error)) from None
 
 
 def _similar_file(path: Path) -> str:
-    beside = sorted(found.name for found in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-    return nearest(path.name, beside, prefix=f"{path.parent}/")
+    siblings = sorted(file.name for file in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    return nearest(path.name, siblings, prefix=f"{path.parent}/")
 
 
 def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
@@ -137,6 +175,53 @@ def _merge(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
         else:
             merged[key] = value
     return merged
+
+
+_MISSING = object()
+
+
+def _find(tree: dict[str, Any], key: str) -> Any:
+    """The value of a dotted key, or `_MISSING`."""
+    value: Any = tree
+    for name in key.split("."):
+        if not isinstance(value, dict) or name not in value:
+            return _MISSING
+        value = value[name]
+    return value
+
+
+def _migrate(tree: dict[str, Any]) -> dict[str, Any]:
+    """A copy of `tree` without `REMOVED_KEYS` and with `RENAMED_KEYS` under their new names."""
+    tree = copy.deepcopy(tree)
+    for key, (default, advice) in REMOVED_KEYS.items():
+        value = _find(tree, key)
+        if value is _MISSING:
+            continue
+        if value != default:
+            raise UserError(f"{key} = {value!r}: this key was removed; take it out, and {advice}")
+        _delete(tree, key)
+    for old, new in RENAMED_KEYS.items():
+        value = _find(tree, old)
+        if value is _MISSING:
+            continue
+        if _find(tree, new) is not _MISSING:
+            raise UserError(f"{old} is the old name of {new}, and both are set; take {old} out")
+        _delete(tree, old)
+        *parents, name = new.split(".")
+        section = tree
+        for parent in parents:
+            section = section.setdefault(parent, {})
+        section[name] = value
+    return tree
+
+
+def _delete(tree: dict[str, Any], key: str) -> None:
+    """Delete a dotted key, and the sections that are empty without it."""
+    name, _, rest = key.partition(".")
+    if rest:
+        _delete(tree[name], rest)
+    if not rest or not tree[name]:
+        del tree[name]
 
 
 def _apply_override(tree: dict[str, Any], override: str) -> None:
@@ -160,9 +245,9 @@ def _sentence(error: ValidationError, section: type[BaseModel], kind: str) -> st
     by_path: dict[tuple[str, ...], list[Any]] = {}
     for problem in error.errors(include_url=False):
         by_path.setdefault(_location(problem["loc"], section), []).append(problem)
-    # What is wrong inside a value says more than that the value is wrong.
+    # A fault inside a value is more specific than the fault of the value.
     paths = [path for path in by_path if not any(path == other[: len(path)] != other for other in by_path)]
-    # An unknown key is the likeliest slip, and often the cause of the others: say it first.
+    # An unknown key is the most likely mistake, and often the cause of the others: report it first.
     paths.sort(key=lambda path: by_path[path][0]["type"] != "extra_forbidden")
     path = paths[0]
     problem = by_path[path][0]
@@ -176,7 +261,7 @@ def _sentence(error: ValidationError, section: type[BaseModel], kind: str) -> st
     elif problem["loc"][-1] == "[key]":
         text = f"unknown key '{key}': must be one of {_in_words(problem['msg']).removeprefix('be ')}"
     else:
-        # Where a key takes one of several kinds, each kind has its own complaint.
+        # A key of a union type has one fault for each type of the union.
         limits = [_in_words(other["msg"]) for other in by_path[path]]
         text = f"{key} = {problem['input']!r}: must {limits[0]}"
         text += "".join(f" or {limit.removeprefix('be ')}" for limit in limits[1:])
@@ -185,9 +270,9 @@ def _sentence(error: ValidationError, section: type[BaseModel], kind: str) -> st
 
 
 def _in_words(message: str) -> str:
-    """What follows `must`, in words that do not ask for knowledge of Python or JSON."""
+    """Pydantic's message as the text after `must`, without terms of Python or JSON."""
     words = re.sub(r"^(Input|String|Tuple|List) should ", "", message)
-    for theirs, ours in (
+    for term, plain in (
         ("a valid integer", "a whole number"),
         ("a valid number", "a number"),
         ("a valid string", "text"),
@@ -196,12 +281,12 @@ def _in_words(message: str) -> str:
         ("an object", "a group of keys"),
         (" after validation", ""),
     ):
-        words = words.replace(theirs, ours)
+        words = words.replace(term, plain)
     return words
 
 
 def _location(loc: tuple[int | str, ...], section: type[BaseModel]) -> tuple[str, ...]:
-    """The keys of a pydantic location: without the marks it adds for alternatives of a union."""
+    """The keys of a pydantic location, without the parts it adds for the types of a union."""
     path: list[str] = []
     model: Any = section
     for part in loc:
@@ -220,7 +305,7 @@ def _location(loc: tuple[int | str, ...], section: type[BaseModel]) -> tuple[str
 
 
 def _inner(annotation: Any) -> Any:
-    """What stands below a field: a section, a mapping ({'value': what stands below it}), or nothing."""
+    """What a field contains: a section, a mapping as {"value": what it maps to}, or None for a plain value."""
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         return annotation
     for mapping in (annotation, *get_args(annotation)):

@@ -1,1 +1,1 @@
-"""Documents to tokens to batches. The only package that imports `streaming`."""
+"""Documents to tokens to batches. `streaming_import` is the only module that imports mosaicml-streaming."""

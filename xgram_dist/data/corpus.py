@@ -1,8 +1,8 @@
-"""The embedded default corpus: English and Python that every Python installation has.
+"""The embedded default corpus: English and Python text of the Python installation itself.
 
-In: a size in bytes. Out: documents of three sources of a small mix: `reference` (the language reference of
-`pydoc_data`), `library` (the standard library's source) and `docstrings` (its docstrings, a document a module).
-Deterministic for one Python version; tests and installed packages are left out. No network.
+In: a size in bytes. Out: documents of three sources: `reference` (the language reference in `pydoc_data`), `library`
+(the source of the standard library) and `docstrings` (its docstrings, one document per module). Deterministic for one
+Python version; tests and installed packages are left out. No network access.
 """
 
 import ast
@@ -17,7 +17,7 @@ import orjson
 
 from xgram_dist.errors import UserError
 
-# Share of each source in a mix of the three; not their share of the text, so that the weights do something.
+# Weights of the sources in the mix. They differ from the shares of the text, so that the weighting has an effect.
 WEIGHTS = {"reference": 0.2, "library": 0.5, "docstrings": 0.3}
 DEFAULT_BYTES = 12_000_000
 _BYTES_SHARE = {"reference": 0.05, "library": 0.78, "docstrings": 0.17}
@@ -31,7 +31,7 @@ _SKIPPED_FOLDERS = {
     "_bundled",
     "lib2to3",
 }
-_MIN_DOCUMENT = 200  # characters; a shorter file or docstring page says nothing
+_MIN_DOCUMENT = 200  # characters; shorter documents are skipped
 
 
 def source_documents(source: str, max_bytes: int) -> Iterator[str]:
@@ -49,7 +49,7 @@ def source_documents(source: str, max_bytes: int) -> Iterator[str]:
 
 
 def write_corpus(folder: Path, max_bytes: int = DEFAULT_BYTES) -> dict[str, Path]:
-    """One `.jsonl` a source; the file of each, by name."""
+    """Write one `.jsonl` file per source; the files by source name."""
     folder.mkdir(parents=True, exist_ok=True)
     files = {}
     for source in WEIGHTS:
@@ -78,7 +78,7 @@ def _reference() -> Iterator[str]:
 
 
 def _library_files() -> list[Path]:
-    """Source files in an order that mixes the packages, the same wherever Python is installed."""
+    """Source files in a pseudo-random order that does not depend on where Python is installed."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [file for file in root.rglob("*.py") if not _SKIPPED_FOLDERS & set(file.relative_to(root).parts[:-1])]
     return sorted(files, key=lambda file: hashlib.sha256(file.relative_to(root).as_posix().encode()).digest())
@@ -93,7 +93,7 @@ def _read(file: Path) -> str:
 
 def _library() -> Iterator[str]:
     for file in _library_files():
-        # A table of a codec or a topic is data, not source.
+        # Codec tables and the topics of pydoc are data, not source.
         if file.parent.name not in {"encodings", "pydoc_data"}:
             yield _read(file)
 
@@ -107,16 +107,16 @@ def _docstrings() -> Iterator[str]:
                 tree = ast.parse(text)
         except (SyntaxError, ValueError):
             continue
-        yield "\n".join(f"{name}\n\n{docstring}\n" for name, docstring in _described(tree, file.stem))
+        yield "\n".join(f"{name}\n\n{docstring}\n" for name, docstring in _docstrings_of(tree, file.stem))
 
 
-def _described(
+def _docstrings_of(
     node: ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef, name: str
 ) -> Iterator[tuple[str, str]]:
-    """Name and docstring of a definition and of those directly or indirectly in its body."""
+    """Name and docstring of a definition and of all definitions nested in it."""
     docstring = ast.get_docstring(node)
     if docstring:
         yield name, docstring
     for child in node.body:
         if isinstance(child, ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef):
-            yield from _described(child, child.name)
+            yield from _docstrings_of(child, child.name)

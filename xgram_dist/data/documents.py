@@ -2,11 +2,11 @@
 
 In: a file or a folder (any depth) of `.json.gz`, `.jsonl.gz`, `.json.zst`, `.jsonl.zst`, `.jsonl.zstd`,
 `.json.zstd`, `.jsonl` or `.parquet`. Only the field `text` matters. Out: for every line either a `Document` or a
-`Rejection`, in file order, with bounded memory whatever the size of the file. Nothing a file can hold stops the
-reading: what cannot be read is a rejection with its file and line.
+`Rejection`, in file order, with bounded memory for files of any size. No content of a file stops the reading: a line
+that cannot be read is a rejection with its file and line number.
 
-A file can be read in parts: part i of n takes every n-th block of lines, so that several processes share one large
-file and the result depends on the file alone.
+A file can be read in parts: part i of n reads every n-th block of lines. Several processes can so share one large
+file, and the result depends on the file alone.
 """
 
 import gzip
@@ -34,7 +34,7 @@ MAX_LINE_BYTES = 256 << 20
 _READ_BYTES = 1 << 18
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
-# Reasons, as they appear in the summary.
+# Reasons of a rejection, as they appear in the summary.
 BROKEN = "broken JSON"
 MISSING = "missing text"
 NOT_TEXT = "text is not a string"
@@ -70,17 +70,17 @@ def find_files(path: Path) -> list[Path]:
         return [path]
     if not path.is_dir():
         raise UserError(f"source '{path}' does not exist; give a folder or a file")
-    found: list[Path] = []
+    paths: list[Path] = []
     for folder, names, files in os.walk(path, followlinks=False):
         names[:] = [name for name in names if not name.startswith(".")]
-        found += [Path(folder, name) for name in files if name.endswith(ENDINGS) and not name.startswith(".")]
-    if not found:
+        paths += [Path(folder, name) for name in files if name.endswith(ENDINGS) and not name.startswith(".")]
+    if not paths:
         raise UserError(f"source '{path}' holds no document file; names must end in one of {', '.join(ENDINGS)}")
-    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+    return sorted(paths, key=lambda file: file.relative_to(path).as_posix())
 
 
 def estimated_text_bytes(path: Path) -> int:
-    """A guess from name and size alone, to cut the work into even pieces: archives hold about four times their size."""
+    """An estimate from name and size, to split the work evenly: archives unpack to about four times their size."""
     size = path.stat().st_size
     return size if path.name.endswith(PLAIN_ENDINGS) else 4 * size
 
@@ -88,7 +88,7 @@ def estimated_text_bytes(path: Path) -> int:
 def read_documents(
     path: Path, part: int = 0, parts: int = 1, report_bytes: Callable[[int], None] | None = None
 ) -> Iterator[Document | Rejection]:
-    """Part `part` of `parts` of one file; `report_bytes(position)` tells how far into the file the reading is."""
+    """Part `part` of `parts` of one file; `report_bytes(position)` is called with the current offset in the file."""
     assert 0 <= part < parts
     report = report_bytes or (lambda position: None)
     try:
@@ -101,35 +101,35 @@ def read_documents(
 
 
 class _ZstdStream(io.RawIOBase):
-    """Frames of a zstd file as one stream. Unlike zstandard's own reader it notices a file that ends within a frame."""
+    """The frames of a zstd file as one stream. Unlike zstandard's own reader it detects a file cut off in a frame."""
 
     def __init__(self, file: IO[bytes]):
         self._file = file
         self._context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
         self._frame: Any = None
-        self._waiting = b""  # compressed, not yet given to the decompressor
-        self._ready = memoryview(b"")
+        self._pending = b""  # compressed bytes that follow the last frame
+        self._decompressed = memoryview(b"")
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, target: Any) -> int:
-        while not self._ready:
-            data = self._waiting or self._file.read(1 << 16)
-            self._waiting = b""
+        while not self._decompressed:
+            data = self._pending or self._file.read(1 << 16)
+            self._pending = b""
             if not data:
                 if self._frame is not None:
                     raise EOFError("the file ends within a zstd frame")
                 return 0
             if self._frame is None:
                 self._frame = self._context.decompressobj()
-            self._ready = memoryview(self._frame.decompress(data))
+            self._decompressed = memoryview(self._frame.decompress(data))
             if self._frame.eof:
-                self._waiting = self._frame.unused_data
+                self._pending = self._frame.unused_data
                 self._frame = None
-        count = min(len(target), len(self._ready))
-        target[:count] = self._ready[:count]
-        self._ready = self._ready[count:]
+        count = min(len(target), len(self._decompressed))
+        target[:count] = self._decompressed[:count]
+        self._decompressed = self._decompressed[count:]
         return count
 
 
@@ -151,30 +151,30 @@ def _read_lines(path: Path, part: int, parts: int, report: Callable[[int], None]
                 if not line:
                     break
                 number += 1
-                mine = parts == 1 or (number - 1) // BLOCK_LINES % parts == part
+                in_part = parts == 1 or (number - 1) // BLOCK_LINES % parts == part
                 if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
                     while line and not line.endswith(b"\n"):
                         line = stream.readline(MAX_LINE_BYTES)
-                    if mine:
+                    if in_part:
                         yield Rejection(TOO_LONG, str(path), number, f"more than {MAX_LINE_BYTES:,} bytes")
                     continue
                 if number % BLOCK_LINES == 0:
                     report(file.tell())
-                if mine:
+                if in_part:
                     item = parse_line(line, str(path), number)
                     if item is not None:
                         yield item
         except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, OSError) as error:
             if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
                 raise UserError(f"cannot read '{path}' at line {number + 1}: {error}") from error
-            # The part that owns the line after the last good one tells of it; the other parts see the same end.
+            # Every part sees the error; the part of the line after the last good one reports it.
             if number // BLOCK_LINES % parts == part:
                 reason = TRUNCATED if isinstance(error, EOFError) else DAMAGED
                 yield Rejection(reason, str(path), number + 1, str(error))
 
 
 def parse_line(line: bytes, file: str, number: int) -> Document | Rejection | None:
-    """One line of JSON; None for a blank line, which is no document and no fault."""
+    """One line of JSON; None for a blank line, which is neither a document nor rejected."""
     if number == 1 and line.startswith(_BYTE_ORDER_MARK):
         line = line[len(_BYTE_ORDER_MARK) :]
     try:
@@ -218,7 +218,7 @@ def _read_parquet(path: Path, part: int, parts: int, report: Callable[[int], Non
                 return
             for batch in table.iter_batches(batch_size=BLOCK_LINES, columns=["text"], use_threads=False):
                 values = _values(batch.column(0))
-                # Batches may be cut short at a row group's end: the line number decides, not the batch.
+                # A batch may end early at the end of a row group, so parts are split by row number.
                 for value in values:
                     number += 1
                     if (number - 1) // BLOCK_LINES % parts == part:
@@ -232,7 +232,7 @@ def _read_parquet(path: Path, part: int, parts: int, report: Callable[[int], Non
 
 
 def _values(column: Any) -> list[Any]:
-    """A column as Python values; strings as bytes, because Arrow does not check that they are UTF-8."""
+    """A column as Python values; strings as bytes, because Arrow does not validate UTF-8."""
     import pyarrow
 
     if pyarrow.types.is_dictionary(column.type):

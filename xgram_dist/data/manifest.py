@@ -1,19 +1,19 @@
-"""`dataset.json`: what a prepared data set says of itself.
+"""`dataset.json`: the manifest of a prepared data set.
 
-In: a folder written by `prepare`. Out: frozen dataclasses, every field checked at the door (types, ranges, file
-names that stay inside the folder), because the file may come from anywhere. Written last, aside and renamed: a
+In: a folder written by `prepare`. Out: frozen dataclasses. Every field is checked when it is read (types, ranges, file
+names inside the folder), because the file may come from anywhere. The manifest is written last and atomically: a
 folder without it is not a data set.
 """
 
 import hashlib
 import json
-import os
 import re
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from xgram_dist.errors import UserError
+from xgram_dist.files import write_atomically
 
 MANIFEST = "dataset.json"
 FORMAT = "xgram-dist data"
@@ -27,14 +27,14 @@ _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 class SplitInfo:
     documents: int
     chunks: int
-    tokens: int  # of the written chunks
-    content: str  # digest over the shards' sizes and hashes, in order
+    tokens: int  # in the written chunks
+    content: str  # digest of the shards' sizes and hashes, in order
 
 
 @dataclass(frozen=True)
 class SourceInfo:
     name: str
-    weight: float | None  # share of the mix; None: by size
+    weight: float | None  # share in the mix; None: in proportion to its size
     documents: int
     bytes: int  # of text, UTF-8
     rejected: dict[str, int]
@@ -54,7 +54,7 @@ class Manifest:
     end_of_text_name: str
     tokenizer_file: str
     tokenizer_sha256: str
-    request: str  # digest of what was asked for, so that a rerun knows it is done
+    request: str  # digest of the request, by which a rerun recognises finished work
     sources: tuple[SourceInfo, ...]
 
     @property
@@ -80,7 +80,7 @@ class Manifest:
             **fields,
             "sources": list(sources),
         }
-        write_atomically(folder / MANIFEST, (json.dumps(record, indent=1) + "\n").encode())
+        write_atomically(folder / MANIFEST, json.dumps(record, indent=1) + "\n")
 
 
 def digest(value: Any) -> str:
@@ -88,21 +88,12 @@ def digest(value: Any) -> str:
 
 
 def shards_digest(shards: list[dict[str, Any]]) -> str:
-    """Of the uncompressed shards, so that another version of the compressor does not make another data set."""
+    """Digest of the uncompressed shards, which does not depend on the version of the compressor."""
     return digest([[shard["samples"], shard["raw_data"]["bytes"], shard["raw_data"]["hashes"]] for shard in shards])
 
 
-def write_atomically(path: Path, data: bytes) -> None:
-    aside = path.with_name(path.name + ".tmp")
-    with open(aside, "wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, path)
-
-
 class _Reader:
-    """Fields of one JSON object; any fault names the file and the field."""
+    """Typed access to the fields of a JSON object; errors name the file and the field."""
 
     def __init__(self, path: Path, record: Any, where: str = ""):
         self.path, self.where = path, where
@@ -135,7 +126,7 @@ class _Reader:
 
 
 def check_file_name(name: Any, path: Path) -> str:
-    """A file name out of a file: one plain name, inside its folder."""
+    """A file name read from a file: one plain name without a path."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
         raise UserError(f"'{path}' is damaged: {name!r} is no plain file name; run `xgram-dist prepare` again")
     return name
@@ -192,9 +183,9 @@ def _read_source(path: Path, item: Any, number: int) -> SourceInfo:
         raise fields.fault("rejected", "should hold counts")
     splits = {}
     for split in SPLITS:
-        part = _Reader(path, fields.get(split, dict), f"sources[{number}].{split}.")
+        info = _Reader(path, fields.get(split, dict), f"sources[{number}].{split}.")
         splits[split] = SplitInfo(
-            part.count("documents"), part.count("chunks"), part.count("tokens"), part.get("content", str)
+            info.count("documents"), info.count("chunks"), info.count("tokens"), info.get("content", str)
         )
     return SourceInfo(
         name=fields.name("name", SOURCE_NAME),

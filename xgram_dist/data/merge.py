@@ -1,9 +1,10 @@
-"""The last step of `prepare`: finished units to a data set.
+"""The last stage of `prepare`: merge finished work units into a data set.
 
-In: the units' folders. Out: `OUT/{train,validation}/<source>/` with shards and one `index.json`, `counts.npz`, the
-tokenizer, and last of all `dataset.json`. The units' shards are linked under new names; the tokens that did not
-fill a chunk are joined in the units' order into further chunks, so that at most one partial chunk a source and
-split is dropped. Until `dataset.json` stands the units keep their files: a merge that is cut off starts again.
+In: the folders of the units. Out: `OUT/{train,validation}/<source>/` with shards and one `index.json`, `counts.npz`,
+the tokenizer, and last of all `dataset.json`. The units' shards are hard-linked under new names. The remainders, tokens
+that did not fill a chunk, are joined in the order of the units and written as further chunks, so that at most one
+partial chunk per source and split is dropped. The units keep their files until `dataset.json` is written: an
+interrupted merge starts again.
 """
 
 import json
@@ -16,22 +17,23 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xgram_dist.data.manifest import MANIFEST, SPLITS, Manifest, SourceInfo, SplitInfo, shards_digest, write_atomically
+from xgram_dist.data.manifest import MANIFEST, SPLITS, Manifest, SourceInfo, SplitInfo, shards_digest
+from xgram_dist.data.shards import COMPRESSION, ChunkWriter, Settings, WorkUnit, sync_tree, unit_folder
 from xgram_dist.data.tokenizer import Tokenizer
-from xgram_dist.data.units import COMPRESSION, ChunkWriter, Settings, Unit, sync_tree, unit_folder
 from xgram_dist.errors import UserError
+from xgram_dist.files import write_atomically
 
 
 def merge_units(
     out: Path,
-    units: list[Unit],
+    units: list[WorkUnit],
     settings: Settings,
     tokenizer: Tokenizer,
     staging: Path,
     weights: dict[str, float | None],
     key: str,
 ) -> tuple[Manifest, int]:
-    """The manifest of the data set that now stands in `out`, and the number of tokens that filled no chunk."""
+    """Write the data set to `out`; its manifest, and the number of dropped tokens."""
     final = staging / "final"
     shutil.rmtree(final, ignore_errors=True)
     counts = np.zeros(settings.vocabulary, dtype=np.int64)
@@ -42,13 +44,13 @@ def merge_units(
         records = [json.loads((folder / "done.json").read_bytes()) for folder in folders]
         splits = {}
         for split in SPLITS:
-            splits[split], rest_counts, left = _merge_split(final, name, split, folders, records, settings)
-            dropped += left
+            splits[split], remainder_counts, num_dropped = _merge_split(final, name, split, folders, records, settings)
+            dropped += num_dropped
             if split == "train":
-                counts += rest_counts
+                counts += remainder_counts
         for folder in folders:
-            with np.load(folder / "counts.npz", allow_pickle=False) as stored:
-                counts += stored["counts"]
+            with np.load(folder / "counts.npz", allow_pickle=False) as archive:
+                counts += archive["counts"]
         rejected: Counter[str] = Counter()
         for record in records:
             rejected.update(record["rejected"])
@@ -80,18 +82,19 @@ def merge_units(
         request=key,
         sources=tuple(sources),
     )
-    _put_in_place(final, out, manifest)
+    _publish(final, out, manifest)
     return manifest, dropped
 
 
 def _merge_split(
     final: Path, name: str, split: str, folders: list[Path], records: list[dict[str, Any]], settings: Settings
 ) -> tuple[SplitInfo, NDArray[Any], int]:
+    """Merge one source and split; also the counts of the chunks made of remainders, and the dropped tokens."""
     target = final / split / name
     target.mkdir(parents=True)
     shards: list[dict[str, Any]] = []
 
-    def take(folder: Path, entries: list[dict[str, Any]]) -> None:
+    def add_shards(folder: Path, entries: list[dict[str, Any]]) -> None:
         for entry in entries:
             raw = f"shard.{len(shards):06d}.mds"
             entry = {**entry, "raw_data": {**entry["raw_data"], "basename": raw}}
@@ -100,31 +103,32 @@ def _merge_split(
             _link(folder / old, target / new)
             shards.append(entry)
 
-    rest_writer = ChunkWriter(final / "rest", settings)
+    remainders = ChunkWriter(final / "rest", settings)
     for folder, record in zip(folders, records, strict=True):
-        take(folder / split, record[split]["shards"])
-        rest_writer.add(np.load(folder / f"{split}.rest.npy", allow_pickle=False))
-    entries, dropped = rest_writer.finish()
-    take(final / "rest", entries)
+        add_shards(folder / split, record[split]["shards"])
+        remainders.add(np.load(folder / f"{split}.rest.npy", allow_pickle=False))
+    entries, dropped = remainders.finish()
+    add_shards(final / "rest", entries)
     shutil.rmtree(final / "rest")
-    write_atomically(target / "index.json", json.dumps({"version": 2, "shards": shards}, sort_keys=True).encode())
+    write_atomically(target / "index.json", json.dumps({"version": 2, "shards": shards}, sort_keys=True))
     chunks = sum(int(shard["samples"]) for shard in shards)
     documents = sum(record[split]["documents"] for record in records)
     info = SplitInfo(documents, chunks, chunks * settings.chunk_tokens, shards_digest(shards))
-    return info, rest_writer.counts, len(dropped)
+    return info, remainders.counts, len(dropped)
 
 
 def _link(old: Path, new: Path) -> None:
-    """The unit keeps its file until the data set stands: a merge that is cut off starts again from whole units."""
+    """A hard link, or a copy on file systems without them. The unit keeps its file, so that a merge can be repeated."""
     try:
         os.link(old, new)
     except OSError:
         shutil.copyfile(old, new)
 
 
-def _put_in_place(final: Path, out: Path, manifest: Manifest) -> None:
+def _publish(final: Path, out: Path, manifest: Manifest) -> None:
+    """Move the merged files from `final` to `out`, in place of an earlier data set."""
     sync_tree(final)
-    (out / MANIFEST).unlink(missing_ok=True)  # from here until the last line `out` is not a data set
+    (out / MANIFEST).unlink(missing_ok=True)  # until the manifest is written again, `out` is not a data set
     for stale in [*SPLITS, "tokenizer.json", "tokenizer.model", "counts.npz"]:
         path = out / stale
         if path.is_dir():

@@ -1,16 +1,16 @@
 """The order of training data: a global sequence number to (source, chunk, sequence within the chunk).
 
-In: a seed, the sources' shards (chunks in each), weights, sequences in a chunk. Out: for every n = 0, 1, 2, ... one
-place. Everything is a function of (seed, n) alone: no rank count, no batch size, no state, no library's random
-stream, so that a run resumed on another number of ranks, or after an upgrade, sees the same sequences. Pure numpy.
+In: a seed, the number of chunks in every shard of every source, weights, sequences per chunk. Out: the sample of every
+draw n = 0, 1, 2, ... It is a function of (seed, n) alone: it does not depend on the number of ranks, the batch size,
+earlier draws or a library's random generator, so that a run resumed on another number of ranks, or after an upgrade,
+sees the same sequences. Pure numpy, no state but caches.
 
-- The source of draw n: the golden-ratio sequence (offset + n * G) mod 2^64 against the cumulative weights. Its
-  proportions are exact to a few draws over any span, and how often a source was drawn before n has a closed form
+- The source of draw n: the golden-ratio sequence (offset + n * G) mod 2^64 compared with the cumulative weights. The
+  proportions are exact to a few draws over any span, and the number of draws of a source before n has a closed form
   (`floor_sum`).
-- The j-th draw of a source: epoch j // N, and within the epoch a permutation of its N sequences that knows of
-  shards: shards are permuted, then sequences are shuffled within blocks of consecutive shards. A block is computed
-  when it is reached, so terabytes can be streamed with a few shards at hand, and small data is one block: a full
-  shuffle.
+- The j-th draw of a source: epoch j // N, and within the epoch a permutation of its N sequences that respects shards.
+  Shards are permuted, then sequences are shuffled within blocks of consecutive shards. A block is computed when it is
+  reached, so that terabytes can be streamed with a few shards on disk. Small data is one block: a full shuffle.
 """
 
 from collections import OrderedDict
@@ -25,7 +25,7 @@ from xgram_dist.errors import UserError
 
 _GOLDEN = 0x9E3779B97F4A7C15  # 2^64 / golden ratio, odd
 _TWO_64 = 1 << 64
-BLOCK_CHUNKS = 4096  # chunks shuffled together; 4,096 x 40,960 tokens are 0.3 to 0.7 GB
+BLOCK_CHUNKS = 4096  # chunks shuffled together; 4,096 chunks of 40,960 tokens are 0.3 to 0.7 GB
 _KEPT_BLOCKS = 2
 
 
@@ -37,16 +37,16 @@ def mix64(values: NDArray[Any]) -> NDArray[Any]:
     return z ^ (z >> np.uint64(31))
 
 
-def key64(*parts: int) -> int:
+def key64(*values: int) -> int:
     """One well-mixed 64-bit number from several integers."""
     state = np.zeros(1, dtype=np.uint64)
-    for part in parts:
-        state = mix64(state ^ mix64(np.array([part % _TWO_64], dtype=np.uint64)))
+    for value in values:
+        state = mix64(state ^ mix64(np.array([value % _TWO_64], dtype=np.uint64)))
     return int(state[0])
 
 
 def permutation(size: int, key: int) -> NDArray[Any]:
-    """A permutation of 0..size-1: indices sorted by a keyed hash, ties (as good as none) by index."""
+    """A permutation of 0..size-1: indices sorted by a keyed hash; ties, which are very rare, by index."""
     hashes = mix64(np.arange(size, dtype=np.uint64) ^ np.uint64(key))
     return np.argsort(mix64(hashes), kind="stable")
 
@@ -67,23 +67,25 @@ def floor_sum(count: int, modulus: int, factor: int, start: int) -> int:
 
 
 @dataclass(frozen=True)
-class Places:
-    """Where sequences are: one entry a draw."""
+class Samples:
+    """The sequences of consecutive draws; one array entry per draw."""
 
     source: NDArray[Any]
-    chunk: NDArray[Any]
+    chunk: NDArray[Any]  # within the source
     sequence: NDArray[Any]  # within the chunk
 
 
 @dataclass(frozen=True)
 class _Block:
-    start: int  # of the block, in sequences of the epoch
+    """Shuffled sequences of some consecutive shards."""
+
+    start: int  # first draw of the block, within the epoch
     chunk: NDArray[Any]
     sequence: NDArray[Any]
 
 
 class SourceOrder:
-    """The endless order of one source's sequences."""
+    """The endless order of the sequences of one source."""
 
     def __init__(
         self, shard_chunks: Sequence[int], sequences_per_chunk: int, key: int, block_chunks: int = BLOCK_CHUNKS
@@ -98,7 +100,7 @@ class SourceOrder:
         self._blocks: OrderedDict[tuple[int, int], _Block] = OrderedDict()
 
     def locate(self, draws: NDArray[Any]) -> tuple[NDArray[Any], NDArray[Any]]:
-        """Chunk and sequence of the given draws (any order)."""
+        """Chunk and sequence of the given draws of this source, in any order."""
         chunk = np.empty(len(draws), dtype=np.int64)
         sequence = np.empty(len(draws), dtype=np.int64)
         epochs, within = np.divmod(draws, self.sequences)
@@ -114,17 +116,17 @@ class SourceOrder:
         return chunk, sequence
 
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-        """Shards in this epoch's order, the first of each block among them, and the sequence each block starts at."""
+        """Shards in the order of this epoch; for each block, the index of its first shard in it and its first draw."""
         if epoch not in self._epochs:
             shards = permutation(len(self._shard_chunks), key64(self._key, epoch, 1))
             sizes = self._shard_chunks[shards]
-            firsts, chunks_before, held = [0], [0], 0
-            for position, size in enumerate(sizes):
-                if held >= self._block_chunks:
-                    firsts.append(position)
-                    chunks_before.append(chunks_before[-1] + held)
-                    held = 0
-                held += int(size)
+            firsts, chunks_before, block_chunks = [0], [0], 0
+            for index, size in enumerate(sizes):
+                if block_chunks >= self._block_chunks:
+                    firsts.append(index)
+                    chunks_before.append(chunks_before[-1] + block_chunks)
+                    block_chunks = 0
+                block_chunks += int(size)
             entry = shards, np.asarray(firsts), np.asarray(chunks_before, dtype=np.int64) * self._per_chunk
             self._epochs[epoch] = entry
             if len(self._epochs) > _KEPT_BLOCKS:
@@ -132,10 +134,10 @@ class SourceOrder:
         return self._epochs[epoch]
 
     def _block(self, epoch: int, number: int) -> _Block:
-        found = self._blocks.get((epoch, number))
-        if found is not None:
+        cached = self._blocks.get((epoch, number))
+        if cached is not None:
             self._blocks.move_to_end((epoch, number))
-            return found
+            return cached
         shards, firsts, starts = self._epoch(epoch)
         end = firsts[number + 1] if number + 1 < len(firsts) else len(shards)
         members = shards[firsts[number] : end]
@@ -149,7 +151,7 @@ class SourceOrder:
 
 
 class GlobalOrder:
-    """Places of the global sequence numbers of a mix."""
+    """The order of a weighted mix of sources."""
 
     def __init__(
         self,
@@ -166,20 +168,21 @@ class GlobalOrder:
         self._edges = mix_edges(weights or [float(source.sequences) for source in self.sources])
         for number, source in enumerate(self.sources):
             if source.sequences == 0 and self._edges[number] < self._edges[number + 1]:
-                raise UserError(f"source number {number} has a weight but no sequence")
+                raise UserError(f"source {number} has a weight but no sequence")
         self._offset = key64(seed, 0x0F)
 
     def source_of(self, first: int, count: int) -> NDArray[Any]:
+        """The sources of the draws first .. first+count-1."""
         n = np.uint64(first % _TWO_64) + np.arange(count, dtype=np.uint64)
         points = n * np.uint64(_GOLDEN) + np.uint64(self._offset)
-        # An edge of 2^64 is above every point and does not fit a uint64.
+        # An edge of 2^64 is above every point, and does not fit in a uint64.
         edges = np.array([edge for edge in self._edges[1:] if edge < _TWO_64], dtype=np.uint64)
         return np.searchsorted(edges, points, side="right")
 
     def draws_before(self, n: int, source: int) -> int:
-        """How many of the draws 0..n-1 are of this source."""
+        """Number of draws 0..n-1 from this source."""
 
-        def below(edge: int) -> int:  # points under `edge`
+        def below(edge: int) -> int:  # points below `edge`
             first = floor_sum(n, _TWO_64, _GOLDEN, self._offset)
             return first - floor_sum(n, _TWO_64, _GOLDEN, self._offset + _TWO_64 - edge) + n
 
@@ -187,8 +190,8 @@ class GlobalOrder:
             return 0
         return below(self._edges[source + 1]) - below(self._edges[source])
 
-    def places(self, first: int, count: int) -> Places:
-        """The places of the draws first .. first+count-1."""
+    def samples(self, first: int, count: int) -> Samples:
+        """The samples of the draws first .. first+count-1."""
         sources = self.source_of(first, count)
         chunk = np.empty(count, dtype=np.int64)
         sequence = np.empty(count, dtype=np.int64)
@@ -196,19 +199,19 @@ class GlobalOrder:
             rows = np.flatnonzero(sources == number)
             draws = self.draws_before(first, int(number)) + np.arange(len(rows), dtype=np.int64)
             chunk[rows], sequence[rows] = self.sources[number].locate(draws)
-        return Places(sources, chunk, sequence)
+        return Samples(sources, chunk, sequence)
 
 
 def mix_edges(weights: Sequence[float]) -> list[int]:
     """Cumulative weights as integers from 0 to 2^64."""
     if not weights or any(not weight >= 0 for weight in weights) or not 0 < sum(weights) < float("inf"):
-        raise UserError(f"weights {list(weights)} must be numbers of at least 0, one above 0")
+        raise UserError(f"weights {list(weights)} must be numbers of at least 0, at least one above 0")
     total = sum(weights)
     edges, running = [0], 0.0
     for weight in weights:
         running += weight
         edges.append(int(running / total * _TWO_64))
-    # Rounding must not give a source of weight 0 the last points: the last one with a weight ends at 2^64.
+    # Rounding must not give the last points to a source of weight 0: the last source with a weight ends at 2^64.
     last = max(number for number, weight in enumerate(weights) if weight > 0)
     for number in range(last + 1, len(edges)):
         edges[number] = _TWO_64

@@ -1,11 +1,14 @@
 """The pipeline of `xgram-dist prepare`: sources of documents to a prepared data set.
 
 In: a `Request`. Out: `OUT/{train,validation}/<source>/` with MDS shards and `index.json`, the tokenizer,
-`counts.npz` (exactly the tokens of the written train chunks) and, last of all, `dataset.json`. Work is cut into
-units (see `units`), done by worker processes into `OUT/.staging`, then merged: the units' shards are linked under
-new names, and the tokens that did not fill a chunk are joined in order into further chunks, so that at most one
-partial chunk a source and split is dropped. The result depends on documents and settings alone, not on the number
-of workers or on interruptions.
+`counts.npz` (the token counts of the written train chunks) and, last of all, `dataset.json`.
+
+1. The input files are split into work units (`shards.plan_units`).
+2. Worker processes tokenize the units into shards under `OUT/.staging` (`workers`, `shards`). Finished units are kept
+   when the command is interrupted and run again.
+3. The units are merged into the data set (`merge`).
+
+The result depends on documents and settings alone, not on the number of workers or on interruptions.
 """
 
 import fcntl
@@ -19,20 +22,21 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from xgram_dist.console import Progress
 from xgram_dist.data import corpus
 from xgram_dist.data.documents import Document, estimated_text_bytes, find_files, read_documents
-from xgram_dist.data.manifest import MANIFEST, SOURCE_NAME, SPLITS, Manifest, digest, read_manifest, write_atomically
+from xgram_dist.data.manifest import MANIFEST, SOURCE_NAME, SPLITS, Manifest, digest, read_manifest
 from xgram_dist.data.merge import merge_units
+from xgram_dist.data.shards import KEPT_REJECTIONS, Settings, WorkUnit, plan_units, unit_folder
 from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
-from xgram_dist.data.units import KEPT_REJECTIONS, Settings, Unit, plan_units, unit_folder
-from xgram_dist.data.workers import disk_error, run_units, start_server
+from xgram_dist.data.workers import disk_error, run_units, start_fork_server
 from xgram_dist.errors import UserError
-from xgram_dist.progress import Progress
+from xgram_dist.files import write_atomically
 
 STAGING = ".staging"
-BPE_TRAINING_BYTES = 64_000_000  # of text; more changes the merges little
-_EARLY_LINES = 10_000  # before that many lines the share of rejected ones says little
-_PIPELINE_VERSION = 1  # part of every request: raise it when the same input is cut differently
+BPE_TRAINING_BYTES = 64_000_000  # of text; more hardly changes the merges
+_EARLY_LINES = 10_000  # lines after which the share of rejected lines is checked during the run
+_PIPELINE_VERSION = 1  # part of the request key; raise it when the same input gives another output
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,7 @@ class Source:
 class Request:
     out: Path
     workers: int
-    sources: tuple[Source, ...] = ()  # none: the embedded corpus
+    sources: tuple[Source, ...] = ()  # empty: the embedded corpus
     tokenizer: Path | None = None
     train_bpe: int | None = None
     end_of_text: str | None = None
@@ -63,7 +67,7 @@ class Outcome:
     seconds: float
     already_there: bool = False
     units: int = 0
-    units_kept: int = 0  # finished by an earlier, interrupted run
+    units_kept: int = 0  # finished by an interrupted run
     new_tokens: int = 0
     first_rejections: list[str] = field(default_factory=list)
     dropped_tokens: int = 0
@@ -78,37 +82,37 @@ class PartOutcome:
 
 
 def prepare(request: Request) -> Outcome:
-    """Run the pipeline; a rerun continues where an interrupted one stopped."""
+    """Run the pipeline; a rerun resumes an interrupted run."""
     started = time.monotonic()
-    stamps, given, key, there = _begin(request)
-    if there is not None:
-        return Outcome(there, time.monotonic() - started, already_there=True)
+    stamps, given, key, existing = _begin(request)
+    if existing is not None:
+        return Outcome(existing, time.monotonic() - started, already_there=True)
     staging = request.out / STAGING
     try:
-        with _only_one(staging):
+        with _exclusive(staging):
             return _prepare(request, stamps, given, key, staging, started)
     except OSError as error:
         raise disk_error(error, request.out) from error
 
 
 def prepare_part(request: Request, part: int, parts: int) -> PartOutcome:
-    """Every `parts`-th unit from the `part`-th on, beside the other parts. `prepare` merges when all are done."""
+    """Tokenize every `parts`-th unit from the `part`-th on. Parts may run at the same time; `prepare` then merges."""
     started = time.monotonic()
     if not 0 <= part < parts:
         raise UserError(f"--part {part}/{parts} is not K/N with K from 0 to N - 1")
     if request.tokenizer is None or not request.sources:
-        raise UserError("--part needs --tokenizer FILE and --source or --mix, so that all parts work on the same")
-    stamps, tokenizer, _, there = _begin(request)
-    if there is not None:
+        raise UserError("--part needs --tokenizer FILE and --source or --mix, so that all parts have the same input")
+    stamps, tokenizer, _, existing = _begin(request)
+    if existing is not None:
         return PartOutcome(time.monotonic() - started, 0)
     assert tokenizer is not None
     staging = request.out / STAGING
     try:
-        with _only_one(staging, among_parts=True):
-            units, settings = _units(request, stamps, tokenizer)
-            mine = units[part::parts]
-            kept, new_tokens, _ = _tokenize(request, mine, settings, tokenizer, staging)
-            return PartOutcome(time.monotonic() - started, len(mine), kept, new_tokens)
+        with _exclusive(staging, among_parts=True):
+            units, settings = _plan(request, stamps, tokenizer)
+            units = units[part::parts]
+            kept, new_tokens, _ = _tokenize(request, units, settings, tokenizer, staging)
+            return PartOutcome(time.monotonic() - started, len(units), kept, new_tokens)
     except OSError as error:
         raise disk_error(error, request.out) from error
 
@@ -116,11 +120,11 @@ def prepare_part(request: Request, part: int, parts: int) -> PartOutcome:
 def _begin(
     request: Request,
 ) -> tuple[dict[str, list[tuple[Path, str]]], Tokenizer | None, str, Manifest | None]:
-    """The input files with stamps, the tokenizer if given, the digest of the request; and its result, if there."""
+    """The input files with stamps, the tokenizer if given, the digest of the request; and its result, if it exists."""
     _check(request)
     files = {source.name: find_files(source.path) for source in request.sources}
     stamps = {name: [(path, _stamp(path)) for path in paths] for name, paths in files.items()}
-    start_server()  # its imports run while the tokenizer is loaded here
+    start_fork_server()  # its imports run while the tokenizer is loaded here
     given = None if request.tokenizer is None else load_tokenizer(request.tokenizer, request.end_of_text)
     key = _request_key(request, stamps, given)
     out = request.out
@@ -151,10 +155,10 @@ def _prepare(
 ) -> Outcome:
     weights = {source.name: source.weight for source in request.sources}
     if not request.sources:
-        stamps = _embedded(request, staging)
+        stamps = _write_embedded(request, staging)
         weights = dict(corpus.WEIGHTS)
-    tokenizer = given or _trained(request, stamps, key, staging)
-    units, settings = _units(request, stamps, tokenizer)
+    tokenizer = given or _train_tokenizer(request, stamps, key, staging)
+    units, settings = _plan(request, stamps, tokenizer)
     kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, staging)
     lines.check()
     if lines.documents == 0:
@@ -172,13 +176,13 @@ def _prepare(
     )
 
 
-def _units(
+def _plan(
     request: Request, stamps: dict[str, list[tuple[Path, str]]], tokenizer: Tokenizer
-) -> tuple[list[Unit], Settings]:
+) -> tuple[list[WorkUnit], Settings]:
     settings = Settings(
         tokenizer.sha256, tokenizer.end_of_text, tokenizer.vocabulary, request.chunk_tokens, request.validation
     )
-    # Even pieces, by the size of the input alone: small enough to share out, large enough for full shards.
+    # The size of a unit depends on the input alone: small enough to balance workers, large enough for full shards.
     total = sum(estimated_text_bytes(path) for files in stamps.values() for path, _ in files)
     unit_bytes = min(64_000_000, max(2_000_000, total // 64))
     return [u for name, files in stamps.items() for u in plan_units(name, files, settings, unit_bytes)], settings
@@ -221,7 +225,7 @@ def _embedded_stamp(request: Request) -> str:
 
 
 def _request_key(request: Request, stamps: dict[str, list[tuple[Path, str]]], tokenizer: Tokenizer | None) -> str:
-    """Digest of what is asked for, known before any work is done."""
+    """Digest of the request, known before any work is done."""
     return digest(
         {
             "version": _PIPELINE_VERSION,
@@ -237,8 +241,8 @@ def _request_key(request: Request, stamps: dict[str, list[tuple[Path, str]]], to
 
 
 @contextmanager
-def _only_one(staging: Path, among_parts: bool = False) -> Iterator[None]:
-    """One `prepare` at a time in a folder, or any number of parts. The lock goes with the process, however it ends."""
+def _exclusive(staging: Path, among_parts: bool = False) -> Iterator[None]:
+    """Lock the folder against another `prepare`; parts share the lock. It is released when the process ends."""
     with open(staging / "lock", "w") as file:
         try:
             fcntl.flock(file, (fcntl.LOCK_SH if among_parts else fcntl.LOCK_EX) | fcntl.LOCK_NB)
@@ -247,47 +251,47 @@ def _only_one(staging: Path, among_parts: bool = False) -> Iterator[None]:
         yield
 
 
-def _embedded(request: Request, staging: Path) -> dict[str, list[tuple[Path, str]]]:
-    """The embedded corpus as files; kept for a rerun when they are complete and of the same Python."""
+def _write_embedded(request: Request, staging: Path) -> dict[str, list[tuple[Path, str]]]:
+    """The embedded corpus as files, reused by a rerun if they are complete and from the same Python."""
     folder = staging / "corpus"
     stamp = _embedded_stamp(request)
     marker = folder / "complete"
     if not marker.is_file() or marker.read_text() != stamp:
         shutil.rmtree(folder, ignore_errors=True)
         corpus.write_corpus(folder, request.corpus_bytes)
-        write_atomically(marker, stamp.encode())
+        write_atomically(marker, stamp)
     return {name: [(folder / f"{name}.jsonl", stamp)] for name in corpus.WEIGHTS}
 
 
-def _trained(request: Request, stamps: dict[str, list[tuple[Path, str]]], key: str, staging: Path) -> Tokenizer:
+def _train_tokenizer(request: Request, stamps: dict[str, list[tuple[Path, str]]], key: str, staging: Path) -> Tokenizer:
     assert request.train_bpe is not None
-    trained = staging / f"tokenizer-{key[:24]}.json"
-    if not trained.is_file():
-        train_bpe(_training_texts(stamps), request.train_bpe, trained)
-    return load_tokenizer(trained, request.end_of_text)
+    file = staging / f"tokenizer-{key[:24]}.json"
+    if not file.is_file():
+        train_bpe(_training_texts(stamps), request.train_bpe, file)
+    return load_tokenizer(file, request.end_of_text)
 
 
 def _training_texts(stamps: dict[str, list[tuple[Path, str]]]) -> Iterator[str]:
-    """The same number of bytes from every source, spread over its files."""
+    """The same number of characters from every source, spread over its files."""
     with Progress(None, "MB", "reading text to train the tokenizer") as progress:
         for files in stamps.values():
             left = BPE_TRAINING_BYTES / len(stamps)
             for number, (path, _) in enumerate(files):
-                here = left / (len(files) - number)
+                left_of_file = left / (len(files) - number)
                 for item in read_documents(path):
-                    if here <= 0:
+                    if left_of_file <= 0:
                         break
                     if isinstance(item, Document):
                         size = len(item.text)
-                        here -= size
+                        left_of_file -= size
                         left -= size
                         progress.update(size / 1e6)
                         yield item.text
 
 
 @dataclass
-class _Lines:
-    """Lines seen so far, for the share of rejected ones."""
+class _LineCounts:
+    """Documents and rejected lines so far; fails above the allowed share of rejected lines."""
 
     limit: float
     documents: int = 0
@@ -311,10 +315,10 @@ class _Lines:
 
 
 def _tokenize(
-    request: Request, units: list[Unit], settings: Settings, tokenizer: Tokenizer, staging: Path
-) -> tuple[int, int, _Lines]:
-    """These units done; how many an earlier run had finished, the tokens of this one, the lines of both."""
-    lines = _Lines(request.max_rejected)
+    request: Request, units: list[WorkUnit], settings: Settings, tokenizer: Tokenizer, staging: Path
+) -> tuple[int, int, _LineCounts]:
+    """Tokenize the units that are not finished: the number that were, the new tokens, the line counts of all units."""
+    lines = _LineCounts(request.max_rejected)
     pending = []
     kept_bytes = 0.0
     for unit in units:
@@ -328,7 +332,7 @@ def _tokenize(
             pending.append(unit)
     keys = {unit.key for unit in pending}
     for leftover in (staging / "units").glob("*.tmp-*"):
-        if leftover.name.partition(".tmp-")[0] in keys:  # the others may be another part's
+        if leftover.name.partition(".tmp-")[0] in keys:  # the others may belong to another part
             shutil.rmtree(leftover, ignore_errors=True)
     new_tokens = 0
     total = sum(unit.input_bytes for unit in units)

@@ -1,15 +1,14 @@
 """Tokenizers behind one small class: texts in, token ids out.
 
-In: a `tokenizers` JSON file or a sentencepiece `.model`, or texts to train a byte-level BPE on. Out: `Tokenizer`, which
-knows its vocabulary (largest id + 1), its end-of-text id and the SHA-256 of its file. No collective, no state.
+In: a `tokenizers` JSON file or a sentencepiece `.model`, or texts to train a byte-level BPE on. Out: `Tokenizer` with
+its vocabulary (largest id + 1), its end-of-text id and the SHA-256 of its file. No state.
 
-A document that spells out a special token is a document about special tokens: it is encoded as plain text, so that an
-end-of-text id in the data always is the end of a document.
+The text of a special token inside a document is encoded as plain text, so that an end-of-text id in the data is always
+the end of a document.
 """
 
 import hashlib
 import json
-import os
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -20,9 +19,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgram_dist.errors import UserError
+from xgram_dist.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
-# Names of the token that ends a document, in the order they are looked for.
+# Common names of the end-of-text token, in the order of the search.
 END_OF_TEXT_NAMES = (
     END_OF_TEXT,
     "<|end_of_text|>",
@@ -37,7 +37,7 @@ END_OF_TEXT_NAMES = (
 
 
 class _Encoder(Protocol):
-    """What the two libraries have in common."""
+    """The common interface of the two libraries."""
 
     @property
     def vocabulary(self) -> int: ...
@@ -64,8 +64,8 @@ class _JsonEncoder:
         return max(self._library.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     def token_id(self, name: str) -> int | None:
-        found: int | None = self._library.token_to_id(name)
-        return found
+        token: int | None = self._library.token_to_id(name)
+        return token
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._encode(list(texts), add_special_tokens=False)]
@@ -89,9 +89,9 @@ class _SentencePieceEncoder:
         return int(self._library.vocab_size())
 
     def token_id(self, name: str) -> int | None:
-        found = int(self._library.piece_to_id(name))
-        # An unknown piece comes back as the unknown id.
-        return found if self._library.id_to_piece(found) == name else None
+        token = int(self._library.piece_to_id(name))
+        # The library returns the id of the unknown token for an unknown piece.
+        return token if self._library.id_to_piece(token) == name else None
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
         ids: list[list[int]] = self._library.encode(list(texts), out_type=int, num_threads=1)
@@ -112,12 +112,12 @@ class Tokenizer:
     _encoder: _Encoder
 
     def encode_batch(self, texts: Sequence[str]) -> list[NDArray[Any]]:
-        """One array (uint32) a text, without special tokens."""
+        """One array (uint32) per text, without special tokens."""
         # Through array(): several times faster than np.array on a list of Python integers.
         return [np.frombuffer(array("I", ids), dtype=np.uint32) for ids in self._encoder.encode(texts)]
 
     def encode_joined(self, texts: Sequence[str]) -> NDArray[Any]:
-        """All texts as one array (uint32), the end-of-text id after each."""
+        """All texts as one array (uint32), each followed by the end-of-text id."""
         flat = array("I")
         for ids in self._encoder.encode(texts):
             flat.extend(array("I", ids))
@@ -129,18 +129,18 @@ class Tokenizer:
 
     @property
     def file_name(self) -> str:
-        """The name the tokenizer has inside a prepared data set."""
+        """Name of the tokenizer file in a prepared data set."""
         return "tokenizer.model" if self.path.suffix == ".model" else "tokenizer.json"
 
 
 def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenizer:
-    """`.model` is sentencepiece, anything else a tokenizers JSON; a folder stands for the file inside it."""
+    """`.model` is read as sentencepiece, anything else as tokenizers JSON; a folder as the tokenizer file in it."""
     file = Path(path)
     if file.is_dir():
-        inside = [file / name for name in ("tokenizer.json", "tokenizer.model") if (file / name).is_file()]
-        if not inside:
+        candidates = [file / name for name in ("tokenizer.json", "tokenizer.model") if (file / name).is_file()]
+        if not candidates:
             raise UserError(f"folder '{file}' holds neither tokenizer.json nor tokenizer.model")
-        file = inside[0]
+        file = candidates[0]
     try:
         sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
     except OSError as error:
@@ -154,7 +154,7 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
     if end_of_text is not None:
         raise UserError(f"tokenizer '{file}' has no token '{end_of_text}'; give another name with --end-of-text")
     raise UserError(
-        f"tokenizer '{file}' has no end-of-text token of a common name ({', '.join(END_OF_TEXT_NAMES)}); "
+        f"tokenizer '{file}' has no end-of-text token with a common name ({', '.join(END_OF_TEXT_NAMES)}); "
         "name it with --end-of-text"
     )
 
@@ -163,7 +163,7 @@ MIN_BPE = 257  # 256 bytes and the end-of-text token
 
 
 def train_bpe(texts: Iterable[str], size: int, out: Path) -> Path:
-    """A byte-level BPE of `size` tokens (end-of-text included) written to `out`; the same texts give the same file."""
+    """Train a byte-level BPE of `size` tokens (with end-of-text) and write it to `out`; deterministic in the texts."""
     from tokenizers import Tokenizer as Library
     from tokenizers import decoders, models, pre_tokenizers, trainers
 
@@ -180,10 +180,5 @@ def train_bpe(texts: Iterable[str], size: int, out: Path) -> Path:
     )
     library.train_from_iterator(texts, trainer=trainer)
     text = json.dumps(json.loads(library.to_str()), ensure_ascii=False, indent=1)
-    aside = out.with_name(out.name + ".tmp")
-    with open(aside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(aside, out)
+    write_atomically(out, text)
     return out

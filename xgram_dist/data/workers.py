@@ -1,9 +1,8 @@
-"""Worker processes of `prepare`: units in, reports out.
+"""Worker processes of `prepare`: work units in, progress reports out.
 
-In: units, settings, the tokenizer's file. Out: an iterator of reports while N processes work. Every worker has a
-pipe of its own: no lock is shared, so a killed worker cannot block another; it shows as the end of its pipe. When
-the parent dies, the worker's next report fails and it ends. One thread a process: the processes are the
-parallelism.
+In: units, settings, the tokenizer's file. Out: an iterator of reports from N processes. Every worker has its own pipe
+and no lock is shared, so that a killed worker cannot block another; its death is the end of its pipe. When the parent
+dies, the worker's next report fails and it exits. Each process uses one thread.
 """
 
 import contextlib
@@ -15,7 +14,7 @@ from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any
 
-from xgram_dist.data.units import Report, Settings, Unit, process_unit
+from xgram_dist.data.shards import Report, Settings, WorkUnit, tokenize_unit
 from xgram_dist.errors import UserError
 
 
@@ -23,29 +22,29 @@ def available_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-def start_server() -> None:
-    """Start the process workers are forked from; what they import is imported there once, and inherited."""
-    get_context("forkserver").set_forkserver_preload(["xgram_dist.data.units", "tokenizers"])
+def start_fork_server() -> None:
+    """Start the process that workers are forked from, with `worker_preload` imported."""
+    get_context("forkserver").set_forkserver_preload(["xgram_dist.data.worker_preload"])
     forkserver.ensure_running()
 
 
 def run_units(
-    units: list[Unit], settings: Settings, tokenizer: Path, end_of_text: str, staging: Path, workers: int
+    units: list[WorkUnit], settings: Settings, tokenizer: Path, end_of_text: str, staging: Path, workers: int
 ) -> Iterator[Report]:
-    """Process the units, yielding reports; closing the iterator ends the workers at once."""
+    """Run the units on worker processes and yield their reports; closing the iterator terminates the workers."""
     context = get_context("forkserver")
-    waiting = list(reversed(units))
+    pending = list(reversed(units))
     pipes: dict[Any, Any] = {}
     try:
         for _ in range(min(workers, len(units))):
-            ours, theirs = context.Pipe()
+            parent_end, worker_end = context.Pipe()
             process = context.Process(
-                target=_work, args=(theirs, settings, str(tokenizer), end_of_text, str(staging)), daemon=True
+                target=_run_worker, args=(worker_end, settings, str(tokenizer), end_of_text, str(staging)), daemon=True
             )
             process.start()
-            theirs.close()
-            ours.send(waiting.pop())
-            pipes[ours] = process
+            worker_end.close()
+            parent_end.send(pending.pop())
+            pipes[parent_end] = process
         while pipes:
             ready: list[Any] = connection.wait(list(pipes), timeout=1.0)
             for pipe in ready:
@@ -53,15 +52,15 @@ def run_units(
                     message = pipe.recv()
                 except (EOFError, ConnectionError):
                     raise UserError(
-                        "a worker process ended without a word, most often for want of memory; run the same "
-                        "command again with fewer --workers (finished parts are kept)"
+                        "a worker process was killed, most often because memory ran out; run the same command "
+                        "again with fewer --workers (finished units are kept)"
                     ) from None
                 if isinstance(message, Report):
                     yield message
                 elif isinstance(message, BaseException):
                     raise message
-                elif waiting:
-                    pipe.send(waiting.pop())
+                elif pending:
+                    pipe.send(pending.pop())
                 else:
                     pipe.send(None)
                     pipes.pop(pipe).join()
@@ -72,35 +71,35 @@ def run_units(
             process.join()
 
 
-def _work(pipe: Any, settings: Settings, tokenizer_file: str, end_of_text: str, staging: str) -> None:
-    """The worker: units from the pipe until None."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's to handle
+def _run_worker(pipe: Any, settings: Settings, tokenizer_file: str, end_of_text: str, staging: str) -> None:
+    """Body of a worker: tokenize units from the pipe until it receives None."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     from xgram_dist.data.tokenizer import load_tokenizer
 
     try:
         tokenizer = load_tokenizer(tokenizer_file, end_of_text)
         while (unit := pipe.recv()) is not None:
-            process_unit(unit, settings, tokenizer, Path(staging), pipe.send)
+            tokenize_unit(unit, settings, tokenizer, Path(staging), pipe.send)
             pipe.send("done")
     except (EOFError, BrokenPipeError, ConnectionError):
         return  # the parent is gone
     except UserError as error:
-        _tell(pipe, error)
+        _send_error(pipe, error)
     except OSError as error:
-        _tell(pipe, disk_error(error, staging))
+        _send_error(pipe, disk_error(error, staging))
 
 
-def _tell(pipe: Any, error: Exception) -> None:
+def _send_error(pipe: Any, error: Exception) -> None:
     with contextlib.suppress(OSError):
         pipe.send(error)
 
 
 def disk_error(error: OSError, folder: str | Path) -> Exception:
-    """A full disk as one sentence; any other error as it is."""
+    """An OSError as one sentence, with advice for a full disk."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return UserError(
             f"no space is left for '{error.filename or folder}'; free some and run the same command again "
-            "(finished parts are kept)"
+            "(finished units are kept)"
         )
     return UserError(f"cannot write under '{folder}': {error}")

@@ -1,85 +1,216 @@
-"""What all engines share: the order of a step, and whole parameters from pieces."""
+"""`Engine`: the interface of training, checkpoints and evaluation to a sharded backbone.
 
+    for each micro-batch:   loss, cross_entropy = engine.loss(tokens, slots, values, warmup)
+                            engine.backward(loss / micro_batches, last=...)
+    outcome = engine.step(learning_rate, mean_loss, table_squares)
+
+The leaves of the working set in `values` receive their gradient in the same backward pass, in fp32, neither scaled nor
+averaged. The backbone's gradients are means over the data axis after the last backward pass of a step.
+
+A checkpoint sees an engine as a list of `ParameterShard`: the chunks of each master weight and moment that this rank
+holds, as live fp32 views.
+"""
+
+import math
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from xgram_dist.config import Config
-from xgram_dist.engine.adamw import set_step
-from xgram_dist.engine.boxes import place
-from xgram_dist.engine.norm import NamedTensors, decide, square_sum
-from xgram_dist.engine.protocol import Box, Kind, Piece, StepOutcome
+from xgram_dist.model.transformer import Transformer
+from xgram_dist.optim.backbone_adamw import MOMENTS, build_adamw, create_state, set_learning_rate, set_step_count
+from xgram_dist.optim.clip import NamedTensors, StepOutcome, backbone_square_sum, clip_by_joint_norm
 from xgram_dist.parallel.mesh import Mesh
-from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.parallel.tensor import tensor_dims
+from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.parallel.tensor_parallel import tensor_dims
+
+StateKind = Literal["weight", "first_moment", "second_moment"]
 
 
-class BaseEngine(ABC):
+class Chunk(NamedTuple):
+    """A rectangular part of a tensor."""
+
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index of the chunk in the tensor it is part of."""
+        return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.tensor.shape, strict=True))
+
+
+@dataclass
+class ParameterShard:
+    """What this rank holds of one parameter, or of one of its moments."""
+
+    name: str
+    kind: StateKind
+    shape: tuple[int, ...]
+    """Of the parameter as the model builds it: under tensor parallelism, of this rank's shard."""
+    tensor_dim: int | None
+    """The dimension that is sharded over the tensor axis; None: replicated over it."""
+    chunks: list[Chunk]
+    """Of `shape`; empty where this rank holds nothing. Live fp32 views, to be read or overwritten in place."""
+
+
+class Engine(ABC):
     adamw: torch.optim.AdamW
 
-    def __init__(self, config: Config, model: nn.Module, mesh: Mesh, device: torch.device, shard: Ranks):
-        """`shard`: the ranks that hold different parts of the state; those beside them hold copies."""
+    def __init__(self, config: Config, model: Transformer, mesh: Mesh, device: torch.device, shard: ProcessGroup):
+        """`shard`: the ranks over which the state is sharded; it is replicated over all others of the data axis."""
         self.config, self.model, self.mesh, self.device, self.shard = config, model, mesh, device, shard
-        named = list(model.named_parameters())
-        self.shapes = {name: tuple(parameter.shape) for name, parameter in named}
+        self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.tensor_dims = tensor_dims(model)
-        self._steps = 0
+        """The dimension that is sharded over the tensor axis, for each such parameter."""
+        self._step_count = 0
 
     @abstractmethod
-    def loss(self, *args: Any) -> tuple[Tensor, Tensor]: ...
+    def loss(self, *args: Any) -> tuple[Tensor, Tensor]:
+        """`Transformer.loss` through the engine; under `torch.no_grad`, too, for validation. Where parameters are
+        sharded, every rank of the data axis must call it the same number of times."""
 
     @abstractmethod
-    def backward(self, loss: Tensor, *, last: bool) -> None: ...
-
-    @abstractmethod
-    def pieces(self) -> list[Piece]: ...
-
-    @abstractmethod
-    def loaded(self) -> None: ...
-
-    def close(self) -> None:
-        return
-
-    @abstractmethod
-    def _gradients(self) -> NamedTensors:
-        """This rank's parts of the reduced gradients, by parameter; scaled in place by `step`."""
-
-    @abstractmethod
-    def _finish(self, rate: float, outcome: StepOutcome) -> None:
-        """Update if the step counts; clear gradients."""
+    def backward(self, loss: Tensor, *, last: bool) -> None:
+        """Of one micro-batch. `loss` is already divided by their number. `last`: this is the last one of the step."""
 
     @torch.no_grad()
-    def step(self, rate: float, loss: Tensor, tables_square_sum: Tensor) -> StepOutcome:
-        gradients = self._gradients()
-        squares = square_sum(gradients, self.tensor_dims, shard=self.shard, tensor=self.mesh.tensor, device=self.device)
-        outcome = decide(squares, tables_square_sum, loss, self.config.optimizer.clip_norm)
+    def step(self, rate: float, loss: Tensor, table_squares: Tensor) -> StepOutcome:
+        """Clips by the joint norm and updates with learning rate `rate`. A step whose norm or loss is not finite is
+        skipped. Gradients are cleared either way.
+
+        `loss`: of the step, the same on every rank. `table_squares`: square sum of all table gradients, already reduced
+        over ranks."""
+        gradients = self._local_gradients()
+        squares = backbone_square_sum(
+            gradients, self.tensor_dims, shard=self.shard, tensor=self.mesh.tensor, device=self.device
+        )
+        outcome = clip_by_joint_norm(squares, table_squares, loss, self.config.optimizer.clip_norm)
         if outcome.factor < 1 and gradients:
             torch._foreach_mul_([gradient for _, gradient in gradients], outcome.factor)
-        self._finish(rate, outcome)
-        self._steps += outcome.counted
+        self._update(rate, outcome)
+        self._step_count += outcome.applied
         return outcome
+
+    @abstractmethod
+    def _local_gradients(self) -> NamedTensors:
+        """This rank's shards of the reduced gradients, by parameter. `step` scales them in place."""
+
+    @abstractmethod
+    def _update(self, rate: float, outcome: StepOutcome) -> None:
+        """Updates the weights if the step is applied; clears the gradients."""
+
+    @abstractmethod
+    def parameter_shards(self) -> list[ParameterShard]:
+        """Every master weight and moment that this rank holds. What is replicated appears on each rank."""
+
+    @abstractmethod
+    def after_load(self) -> None:
+        """Call on all ranks after the chunks of `parameter_shards` were overwritten: updates what derives from them."""
 
     @property
     def step_count(self) -> int:
-        return self._steps
+        """Steps that AdamW has applied: its bias correction. A checkpoint saves and sets it beside the shards."""
+        return self._step_count
 
     @step_count.setter
     def step_count(self, count: int) -> None:
-        self._steps = count
-        set_step(self.adamw, count)
+        self._step_count = count
+        set_step_count(self.adamw, count)
 
-    def _piece(self, name: str, kind: Kind, boxes: list[Box] | None = None) -> Piece:
-        return Piece(name, kind, self.shapes[name], self.tensor_dims.get(name), boxes or [])
+    def close(self) -> None:
+        """Removes hooks and process groups that the engine made."""
+        return
 
-    @torch.no_grad()
-    def full_parameters(self) -> Iterator[tuple[str, Tensor]]:
-        boxes = {piece.name: piece.boxes for piece in self.pieces() if piece.kind == "weight"}
-        for name, shape in self.shapes.items():
-            whole = torch.zeros(shape, dtype=torch.float32, device=self.device)
-            for offsets, tensor in boxes[name]:
-                whole[place(offsets, tensor)].copy_(tensor)
-            # Every element is on one rank of the axis: a sum with zeros is a gather.
-            yield name, self.shard.all_reduce_sum(whole)
+    def _parameter_shard(self, name: str, kind: StateKind, chunks: list[Chunk]) -> ParameterShard:
+        return ParameterShard(name, kind, self.shapes[name], self.tensor_dims.get(name), chunks)
+
+
+class LocalEngine(Engine):
+    """An engine whose AdamW runs over plain tensors of this rank: one chunk of each parameter."""
+
+    def __init__(
+        self,
+        config: Config,
+        model: Transformer,
+        mesh: Mesh,
+        device: torch.device,
+        shard: ProcessGroup,
+        weights: dict[str, Chunk],
+    ):
+        """`weights`: this rank's chunk, which may be empty, of the master weights of each parameter of `model`."""
+        super().__init__(config, model, mesh, device, shard)
+        self.weights = weights
+        self.parameters = dict(model.named_parameters())
+        held = {name: chunk.tensor for name, chunk in weights.items() if chunk.tensor.numel()}
+        self.adamw = build_adamw(config, held.items())
+        create_state(self.adamw, held.values())
+
+    def _local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
+        """Of the shape of the parameter's chunk."""
+        return parameter.grad
+
+    def _local_gradients(self) -> NamedTensors:
+        gradients = ((name, self._local_gradient(parameter)) for name, parameter in self.parameters.items())
+        return [(name, gradient) for name, gradient in gradients if gradient is not None and gradient.numel()]
+
+    def _update(self, rate: float, outcome: StepOutcome) -> None:
+        if outcome.applied:
+            for name, gradient in self._local_gradients():
+                self.weights[name].tensor.grad = gradient
+            set_learning_rate(self.adamw, rate)
+            self.adamw.step()
+        for name, parameter in self.parameters.items():
+            self.weights[name].tensor.grad = parameter.grad = None
+
+    def parameter_shards(self) -> list[ParameterShard]:
+        shards = []
+        for name, (offsets, weight) in self.weights.items():
+            state = self.adamw.state[weight] if weight.numel() else {}
+            chunks = [Chunk(offsets, weight.detach())] if weight.numel() else []
+            shards.append(self._parameter_shard(name, "weight", chunks))
+            for key, kind in MOMENTS.items():
+                chunks = [Chunk(offsets, state[key])] if state else []
+                shards.append(self._parameter_shard(name, kind, chunks))
+        return shards
+
+
+# Ranges of a flattened tensor as chunks of the tensor. ZeRO cuts flattened parameters anywhere, whereas a checkpoint
+# has offsets and sizes in each dimension. A range of a matrix is at most three chunks: the rest of a row, whole rows,
+# the start of a row.
+
+Extent = tuple[tuple[int, ...], tuple[int, ...]]
+"""(offsets, sizes)"""
+
+
+def chunks_of_flat_range(shape: tuple[int, ...], flat: Tensor, start: int) -> list[Chunk]:
+    """Chunks, which are views of `flat`: the elements of the flattened tensor from `start` on."""
+    chunks, position = [], 0
+    for offsets, sizes in extents_of_flat_range(shape, start, start + flat.numel()):
+        numel = math.prod(sizes)
+        chunks.append(Chunk(offsets, flat.narrow(0, position, numel).view(sizes)))
+        position += numel
+    return chunks
+
+
+def extents_of_flat_range(shape: tuple[int, ...], start: int, stop: int) -> list[Extent]:
+    """Of the chunks that make up elements start..stop of the flattened tensor, in order."""
+    if start >= stop:
+        return []
+    if not shape:
+        return [((), ())]
+    row_numel = math.prod(shape[1:])
+    first_row, last_row = start // row_numel, (stop - 1) // row_numel
+    if first_row == last_row:
+        within = extents_of_flat_range(shape[1:], start - first_row * row_numel, stop - first_row * row_numel)
+        return [((first_row, *offsets), (1, *sizes)) for offsets, sizes in within]
+    extents: list[Extent] = []
+    first_whole = -(-start // row_numel)
+    if start < first_whole * row_numel:
+        extents += extents_of_flat_range(shape, start, first_whole * row_numel)
+    end_whole = stop // row_numel
+    if first_whole < end_whole:
+        extents.append(((first_whole, *(0 for _ in shape[1:])), (end_whole - first_whole, *shape[1:])))
+    return extents + extents_of_flat_range(shape, end_whole * row_numel, stop)

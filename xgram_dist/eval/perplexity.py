@@ -1,8 +1,8 @@
-"""Perplexity of a checkpoint on prepared data, by source and by how frequent tokens are.
+"""Perplexity of a checkpoint on prepared data, by source and by frequency band.
 
-Bands are those of the routing: VIP tokens, then its buckets, sparse (each token has rows of its own) and dense (tokens
-share rows by hashing). A token counts twice, in two groupings: as what is predicted (perplexity `of` a band), and as
-what was read last before a prediction (`after` a band), which is where a table's vector enters.
+Bands are those of the routing: VIP tokens, then its buckets, which are sparse (each token has rows of its own) or dense
+(tokens share rows by hashing). Each prediction is grouped twice: by the band of the predicted token (perplexity `of` a
+band), and by the band of the token read last (`after` a band), whose table vector enters the prediction.
 """
 
 import math
@@ -13,26 +13,27 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from xgram_dist.console import Progress
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.loader import sequences_per_chunk
 from xgram_dist.errors import UserError
-from xgram_dist.inference.open import Model
-from xgram_dist.memory.routing.routing import VIP, Routing, region_of_rows
-from xgram_dist.progress import Progress
+from xgram_dist.inference.model import Model
+from xgram_dist.tables.routing import VIP, Routing, region_of_rows
 
-LOGITS_AT_ONCE = 1 << 26
-"""Elements; bounds the memory of the head."""
+LOGIT_ELEMENTS = 1 << 26
+"""Logits that exist at one time; bounds the memory of the head."""
 
 
 @dataclass(frozen=True)
 class Bands:
-    """The band of every token."""
+    """Frequency bands of the vocabulary."""
 
     names: list[str]
     """VIP, then the buckets in order of frequency."""
     kinds: list[str]
-    """vip, sparse or dense, of each band."""
+    """Of each band: vip, sparse or dense."""
     of_token: NDArray[Any]
+    """The band of every token."""
 
 
 def bands_of(routing: Routing) -> Bands:
@@ -43,8 +44,8 @@ def bands_of(routing: Routing) -> Bands:
     return Bands(names, kinds, region - VIP)
 
 
-class Sums:
-    """Negative log-likelihood and number of tokens, by group."""
+class GroupedLoss:
+    """Sum of negative log-likelihoods and number of tokens, by group."""
 
     def __init__(self, groups: int):
         self.loss = np.zeros(groups)
@@ -55,36 +56,38 @@ class Sums:
         self.count += np.bincount(groups_N, minlength=len(self.count))
 
     def figures(self, which: list[int] | slice = slice(None)) -> dict[str, Any]:
+        """Of some groups together; of all by default."""
         loss, count = float(self.loss[which].sum()), int(self.count[which].sum())
         mean = loss / count if count else None
         return {"tokens": count, "loss": mean, "perplexity": None if mean is None else math.exp(min(mean, 700.0))}
 
 
 def measure(model: Model, data: PreparedData, bands: Bands | None, sequences: int, batch: int) -> dict[str, Any]:
-    """`sequences`: at most so many of each source, spread evenly over it."""
+    """`sequences`: the limit for each source, spread evenly over it. `batch`: sequences of a forward pass."""
     length = model.context
     per_chunk = sequences_per_chunk(data, length)
     available = [sum(chunks) * per_chunk for chunks in data.shard_chunks]
     if not any(available):
-        raise UserError(f"'{data.folder}' has no {data.split} sequence of {length} tokens; take another --split")
+        raise UserError(f"'{data.folder}' has no {data.split} sequence of {length} tokens; choose another --split")
     chosen = [min(count, sequences) for count in available]
-    by_source = Sums(len(available))
+    by_source = GroupedLoss(len(available))
     groups = len(bands.names) if bands else 1
-    of_band, after_band = Sums(groups), Sums(groups)
+    of_band, after_band = GroupedLoss(groups), GroupedLoss(groups)
     with Progress(sum(chosen), "sequences", "perplexity") as progress:
         for source, count in enumerate(chosen):
-            places = [number * available[source] // count for number in range(count)]
+            indices = [number * available[source] // count for number in range(count)]
             for start in range(0, count, batch):
-                part = places[start : start + batch]
-                tokens = np.stack([_sequence(data, source, place, per_chunk, length) for place in part])
+                batch_indices = indices[start : start + batch]
+                tokens = np.stack([_sequence(data, source, index, per_chunk, length) for index in batch_indices])
                 if tokens.max() >= model.decoder.spec.vocabulary:
                     raise UserError(f"token {tokens.max()} of '{data.folder}' is outside the model's vocabulary")
                 losses = _losses(model, torch.from_numpy(tokens)).reshape(-1)
                 read, predicted = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
                 by_source.add(np.full(len(losses), source), losses)
-                for sums, of in ((of_band, predicted), (after_band, read)):
-                    sums.add(bands.of_token[of] if bands else np.zeros(len(of), dtype=np.int64), losses)
-                progress.update(len(part))
+                for sums, grouped_by in ((of_band, predicted), (after_band, read)):
+                    groups_N = bands.of_token[grouped_by] if bands else np.zeros(len(grouped_by), dtype=np.int64)
+                    sums.add(groups_N, losses)
+                progress.update(len(batch_indices))
     figures: dict[str, Any] = {
         "all": by_source.figures(),
         "sources": {name: by_source.figures([n]) for n, name in enumerate(data.source_names) if chosen[n]},
@@ -104,17 +107,17 @@ def measure(model: Model, data: PreparedData, bands: Bands | None, sequences: in
     return figures
 
 
-def _sequence(data: PreparedData, source: int, place: int, per_chunk: int, length: int) -> NDArray[Any]:
-    chunk, number = divmod(place, per_chunk)
+def _sequence(data: PreparedData, source: int, index: int, per_chunk: int, length: int) -> NDArray[Any]:
+    chunk, number = divmod(index, per_chunk)
     return data.tokens(source, chunk, number * length, length).astype(np.int64)
 
 
 @torch.inference_mode()
 def _losses(model: Model, tokens_BT: torch.Tensor) -> NDArray[Any]:
-    """Of predicting each next token [B, T-1]."""
+    """Cross-entropy of each next token [B * (T-1)]."""
     hidden = model.hidden(tokens_BT)[:, :-1].flatten(0, 1)
     labels = tokens_BT[:, 1:].flatten().to(hidden.device)
-    step = max(1, LOGITS_AT_ONCE // model.decoder.spec.vocabulary)
+    step = max(1, LOGIT_ELEMENTS // model.decoder.spec.vocabulary)
     parts = [
         torch.nn.functional.cross_entropy(model.logits(h), label, reduction="none")
         for h, label in zip(hidden.split(step), labels.split(step), strict=True)

@@ -1,16 +1,18 @@
-"""lm-eval task files: its own definitions, with the paper's shots, reading local parquet files where these are given.
+"""Benchmark tasks of lm-eval, with the paper's shots, from the Hugging Face hub or from local parquet files:
 
     DIR/<task>/<split>.parquet      split: train, validation, test, dev; mmlu has a column `subject`
 
-A generated file includes the one of lm-eval, so that prompts, choices and metrics are its, and changes the number of
-shots and where the data comes from. A task is evaluated on its test split, or on validation where the folder (or the
-task) has no test split; examples of a prompt come from the split that lm-eval takes them from.
+A generated task file includes lm-eval's own definition, so prompts, choices and metrics are lm-eval's. It changes only
+the number of shots and the source of the data. A task is evaluated on its test split, or on validation if the folder
+(or the task) has no test split; few-shot examples come from the split lm-eval takes them from.
 """
 
 import contextlib
+import difflib
 import functools
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,69 +21,71 @@ from typing import Any
 import yaml
 
 from xgram_dist.errors import UserError, nearest
-from xgram_dist.eval.suite import PAPER, Benchmark
+from xgram_dist.eval.paper_suite import PAPER, Benchmark
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Ready to run: their data is read."""
+    """Ready to run: their data has been read."""
 
     names: list[str]
     loaded: Any
-    """What lm-eval's TaskManager gives."""
+    """From lm-eval's TaskManager."""
 
 
 def load_tasks(wanted: list[str], data: Path | None, folder: Path, shots: int | None = None) -> Tasks:
-    """`folder`: where task files and what `datasets` makes of the data are written. All that can be wrong with names
-    and data is said here, before a model is loaded."""
-    known = {one.task: one for one in PAPER if one.averaged or not one.shots}
-    # What is in the suite is asked with the suite's shots, though it be named once more.
+    """`wanted`: names of tasks, or "paper" for the suite. `folder`: for task files and the cache of `datasets`.
+
+    Mistakes in names and data are found here, before a model is loaded.
+    """
+    in_suite = {one.task: one for one in PAPER if one.averaged or not one.shots}
+    # Tasks of the suite keep the suite's shots even if they are also named one by one.
     chosen: list[Benchmark] = list(PAPER) if "paper" in wanted else []
     others: list[str] = []
     for name in dict.fromkeys(wanted):
-        if name in known and "paper" not in wanted:
-            chosen.append(Benchmark(name, name, shots or 0, known[name].file))
-        elif name != "paper" and name not in known:
+        if name in in_suite and "paper" not in wanted:
+            chosen.append(Benchmark(name, name, shots or 0, in_suite[name].file))
+        elif name != "paper" and name not in in_suite:
             others.append(name)
     if data is not None and not data.is_dir():
         raise UserError(f"--data '{data}' is not a folder; it should hold <task>/<split>.parquet")
     _check_names(others)
-    _quiet()
-    from lm_eval import tasks as library
+    _silence_libraries()
+    from lm_eval import tasks as lm_eval_tasks
 
-    root = Path(library.__file__).parent
+    root = Path(lm_eval_tasks.__file__).parent
     out = folder / "tasks"
     out.mkdir(parents=True)
     for one in chosen:
-        write = _write_mmlu if one.task == "mmlu" else _write_task
+        write = _write_mmlu if one.task == "mmlu" else _write_suite_task
         write(one, root, data, out, folder)
     names = [one.name for one in chosen]
     for name in others:
-        _write_other(name, _all_tasks(), data, out, folder, shots)
+        _write_other_task(name, _task_index(), data, out, folder, shots)
     try:
-        with _said(f"reading the data of {len(names) + len(others)} task(s)"):
-            manager = library.TaskManager(include_path=str(out), include_defaults=bool(others))
+        with _announced(f"reading the data of {len(names) + len(others)} task(s)"):
+            manager = lm_eval_tasks.TaskManager(include_path=str(out), include_defaults=bool(others))
             loaded = manager.load([*names, *others])
     except UserError:
         raise
-    except Exception as error:  # whatever lm-eval, datasets and the network throw
-        raise _not_loaded(error, data) from error
+    except Exception as error:  # lm-eval, datasets and the network raise many types
+        raise _load_error(error, data) from error
     return Tasks([*names, *others], loaded)
 
 
-def _write_task(one: Benchmark, root: Path, data: Path | None, out: Path, cache: Path) -> None:
+def _write_suite_task(one: Benchmark, root: Path, data: Path | None, out: Path, cache: Path) -> None:
     from lm_eval.tasks._yaml_loader import load_yaml
 
     file = root / one.file
     tree: dict[str, Any] = {"include": str(file), "task": one.name, "num_fewshot": one.shots}
     if data is not None:
         config = load_yaml(file, resolve_func=False)
-        tree |= _local(config, data / one.task, one.task, one.shots, cache)
+        tree |= _local_data(config, data / one.task, one.task, one.shots, cache)
     _dump(tree, out / f"{one.name}.yaml")
 
 
-def _write_other(name: str, index: Any, data: Path | None, out: Path, cache: Path, shots: int | None) -> None:
-    """A task that is not of the suite: lm-eval's own, changed only where something was asked for."""
+def _write_other_task(name: str, index: Any, data: Path | None, out: Path, cache: Path, shots: int | None) -> None:
+    """A task outside the suite. Without --data or --shots it is lm-eval's own, and needs no file."""
     entry = index[name]
     if data is None and shots is None:
         return
@@ -91,12 +95,12 @@ def _write_other(name: str, index: Any, data: Path | None, out: Path, cache: Pat
     if shots is not None:
         tree["num_fewshot"] = shots
     if data is not None:
-        tree |= _local(entry.cfg, data / name, name, shots or entry.cfg.get("num_fewshot") or 0, cache)
+        tree |= _local_data(entry.cfg, data / name, name, shots or entry.cfg.get("num_fewshot") or 0, cache)
     _dump(tree, out / f"{name}.yaml")
 
 
 def _write_mmlu(one: Benchmark, root: Path, data: Path | None, out: Path, cache: Path) -> None:
-    """A task a subject, each with its own rows, under one group: the mean over all questions."""
+    """One task for each subject, with its own data, in a group whose score is the mean over all questions."""
     subjects = sorted(file.stem.removeprefix("mmlu_") for file in (root / one.file).glob("mmlu_*.yaml"))
     local = None if data is None else _split_subjects(data / one.task, one.shots, subjects, cache / "mmlu")
     for subject in subjects:
@@ -107,7 +111,7 @@ def _write_mmlu(one: Benchmark, root: Path, data: Path | None, out: Path, cache:
         }
         if local is not None:
             tree["fewshot_split"] = "dev" if one.shots else None
-            tree |= _source({split: folder / f"{subject}.parquet" for split, folder in local.items()}, cache)
+            tree |= _parquet_source({split: folder / f"{subject}.parquet" for split, folder in local.items()}, cache)
         _dump(tree, out / f"mmlu_{subject}.yaml")
     group = {
         "group": one.name,
@@ -119,42 +123,43 @@ def _write_mmlu(one: Benchmark, root: Path, data: Path | None, out: Path, cache:
 
 
 def _split_subjects(folder: Path, shots: int, subjects: list[str], out: Path) -> dict[str, Path]:
+    """Write a parquet file for each split and subject; the folder of each split."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
-    found = {}
+    folders = {}
     for split in ("test", "dev") if shots else ("test",):
-        table = pq.read_table(_file(folder, split, "mmlu"))
+        table = pq.read_table(_parquet_file(folder, split, "mmlu"))
         if "subject" not in table.column_names:
             raise UserError(f"'{folder / f'{split}.parquet'}' has no column 'subject'")
-        found[split] = out / split
-        found[split].mkdir(parents=True)
+        folders[split] = out / split
+        folders[split].mkdir(parents=True)
         for subject in subjects:
-            part = table.filter(pc.equal(table["subject"], subject))
-            if not len(part):
+            questions = table.filter(pc.equal(table["subject"], subject))
+            if not len(questions):
                 raise UserError(f"'{folder / f'{split}.parquet'}' has no row of the subject '{subject}'")
-            pq.write_table(part, found[split] / f"{subject}.parquet")
-    return found
+            pq.write_table(questions, folders[split] / f"{subject}.parquet")
+    return folders
 
 
-def _local(config: dict[str, Any], folder: Path, task: str, shots: int, cache: Path) -> dict[str, Any]:
-    """The keys that make a task read parquet files: the split it is evaluated on, and the one examples come from."""
+def _local_data(config: dict[str, Any], folder: Path, task: str, shots: int, cache: Path) -> dict[str, Any]:
+    """Keys that make a task read parquet files: the split it is evaluated on, and the split of its examples."""
 
-    def there(*keys: str) -> str | None:
+    def available_split(*keys: str) -> str | None:
         splits = [config[key] for key in keys if config.get(key) is not None]
-        found = next((split for split in splits if (folder / f"{split}.parquet").is_file()), None)
-        if found is None:
-            _file(folder, splits[0] if splits else "validation", task)
-        return found
+        available = next((split for split in splits if (folder / f"{split}.parquet").is_file()), None)
+        if available is None:
+            _parquet_file(folder, splits[0] if splits else "validation", task)  # raises
+        return available
 
-    scored = there("test_split", "validation_split")
-    examples = there("fewshot_split", "training_split", "validation_split") if shots else None
-    files = {split: _file(folder, split, task) for split in (scored, examples) if split is not None}
-    changed = {"test_split": scored, "validation_split": None, "training_split": None, "fewshot_split": examples}
-    return changed | _source(files, cache)
+    scored = available_split("test_split", "validation_split")
+    examples = available_split("fewshot_split", "training_split", "validation_split") if shots else None
+    files = {split: _parquet_file(folder, split, task) for split in (scored, examples) if split is not None}
+    splits = {"test_split": scored, "validation_split": None, "training_split": None, "fewshot_split": examples}
+    return splits | _parquet_source(files, cache)
 
 
-def _source(files: dict[str, Path], cache: Path) -> dict[str, Any]:
+def _parquet_source(files: dict[str, Path], cache: Path) -> dict[str, Any]:
     return {
         "dataset_path": "parquet",
         "dataset_name": None,
@@ -165,7 +170,7 @@ def _source(files: dict[str, Path], cache: Path) -> dict[str, Any]:
     }
 
 
-def _file(folder: Path, split: str, task: str) -> Path:
+def _parquet_file(folder: Path, split: str, task: str) -> Path:
     file = folder / f"{split}.parquet"
     if not file.is_file():
         raise UserError(f"the data of task '{task}' is missing: there is no '{file}'")
@@ -175,44 +180,42 @@ def _file(folder: Path, split: str, task: str) -> Path:
 def _check_names(names: list[str]) -> None:
     if not names:
         return
-    valid = [*sorted({"paper", *(one.task for one in PAPER)})]
+    suite = [*sorted({"paper", *(one.task for one in PAPER)})]
     for name in names:
-        if not _looks_like_a_task(name):
-            raise UserError(f"'{name}' is no name of a task{nearest(name, valid)}")
-    index = _all_tasks()
+        if not _is_task_name(name):
+            raise UserError(f"'{name}' is not a task name{nearest(name, suite)}")
+    index = _task_index()
     for name in names:
         if name not in index:
-            raise UserError(f"unknown task '{name}'{_close(name, [*valid, *index])}")
+            raise UserError(f"unknown task '{name}'{_suggestions(name, [*suite, *index])}")
 
 
-def _looks_like_a_task(name: str) -> bool:
+def _is_task_name(name: str) -> bool:
     return bool(name) and all(letter.isalnum() or letter in "_-.+:" for letter in name)
 
 
-def _close(name: str, valid: list[str]) -> str:
-    import difflib
-
+def _suggestions(name: str, valid: list[str]) -> str:
     close = difflib.get_close_matches(name, valid, n=3, cutoff=0.5)
     return f"; did you mean {' or '.join(repr(one) for one in close)}?" if close else "; `lm-eval ls tasks` lists them"
 
 
 @functools.cache
-def _all_tasks() -> Any:
-    """lm-eval's own index; reading all its definitions takes half a minute."""
-    _quiet()
+def _task_index() -> Any:
+    """lm-eval's own; reading all its definitions takes half a minute."""
+    _silence_libraries()
     from lm_eval.tasks import TaskManager
 
-    with _said("reading lm-eval's definitions of tasks"):
+    with _announced("reading lm-eval's task definitions"):
         return TaskManager().task_index
 
 
-def _not_loaded(error: Exception, data: Path | None) -> UserError:
+def _load_error(error: Exception, data: Path | None) -> UserError:
     cause = " ".join(str(error).split())[:300] or type(error).__name__
     if data is not None:
         return UserError(f"the data in '{data}' cannot be used: {cause}")
     return UserError(
         f"the benchmarks cannot be fetched from the Hugging Face hub ({cause}); give local parquet files with --data "
-        f"DIR, or run once where there is a network"
+        f"DIR, or run once on a machine with a network"
     )
 
 
@@ -220,10 +223,10 @@ def _dump(tree: dict[str, Any], path: Path) -> None:
     path.write_text(yaml.safe_dump(tree, sort_keys=False), encoding="utf-8")
 
 
-def _quiet() -> None:
-    """lm-eval and datasets speak at every step; what matters of it is said by us."""
+def _silence_libraries() -> None:
+    """Only errors of lm-eval and datasets are shown."""
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    # Without a network each look at the hub would be tried for minutes.
+    # Without a network every request to the hub would be retried for minutes.
     os.environ.setdefault("HF_HUB_ETAG_TIMEOUT", "5")
     import datasets
 
@@ -233,8 +236,6 @@ def _quiet() -> None:
 
 
 @contextlib.contextmanager
-def _said(what: str) -> Iterator[None]:
-    import sys
-
-    print(f"{what} ...", file=sys.stderr, flush=True)
+def _announced(work: str) -> Iterator[None]:
+    print(f"{work} ...", file=sys.stderr, flush=True)
     yield

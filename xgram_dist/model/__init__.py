@@ -1,1 +1,1 @@
-"""The dense backbone, and where it takes what is injected."""
+"""The dense backbone, the injection sites, and the memory methods."""

@@ -1,10 +1,13 @@
 """Causal grouped-query attention with QK-norm and injection into q, k, v and o.
 
-The order is the paper's: project, add what is injected, normalise q and k over their whole width, split into heads,
-rotate, attend, project out, add what is injected there.
-On a tensor axis each rank has its heads, and the channels of q, k and v that belong to them.
-Shapes: B batch, T sequence, D width, C key/value width, H heads, G key/value heads, K head width; C, H, G are those of
-one rank.
+The order is the paper's: project; add the injected vectors; normalise q and k over their whole width; split into heads;
+rotate; attend; project out; add the injected vector of o.
+
+On a tensor axis each rank has its heads and their channels of q, k and v. Collectives: `column_parallel_input` once for
+q, k and v; one all-reduce for the mean squares of both norms; `row_parallel_output`.
+
+Shapes: B batch, T sequence, D width, C key/value width, H heads, G key/value heads, K head width; C, H, G are of one
+rank.
 """
 
 from collections.abc import Mapping
@@ -14,33 +17,45 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from xgram_dist.config.schema import ModelConfig
-from xgram_dist.model.layers import Linear, RMSNorm, rotate, wide
-from xgram_dist.parallel.tensor import ALONE, TensorAxis, enter_layer, leave_layer, sum_over_tensor
+from xgram_dist.model.document_attention import DocumentMask, document_attention
+from xgram_dist.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, apply_rotary, at_least_fp32
+from xgram_dist.parallel.tensor_parallel import (
+    SINGLE_RANK,
+    TensorAxis,
+    all_reduce_in_tensor_parallel_region,
+    column_parallel_input,
+    row_parallel_output,
+)
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, axis: TensorAxis = ALONE):
+    def __init__(self, config: ModelConfig, axis: TensorAxis = SINGLE_RANK):
         super().__init__()
         self.axis = axis
-        self.heads, self.kv_heads = axis.share(config.heads), axis.share(config.kv_heads)
+        self.heads, self.kv_heads = axis.local_size(config.heads), axis.local_size(config.kv_heads)
         self.head_width = config.width // config.heads
         kv_width = config.kv_heads * self.head_width
-        self.query = Linear(config.width, config.width, 0, axis)
-        self.key = Linear(config.width, kv_width, 0, axis)
-        self.value = Linear(config.width, kv_width, 0, axis)
-        self.output = Linear(config.width, config.width, 1, axis)
-        self.query_norm = RMSNorm(config.width, config.norm_eps, channels=axis)
-        self.key_norm = RMSNorm(kv_width, config.norm_eps, channels=axis)
+        self.query = ColumnParallelLinear(config.width, config.width, axis)
+        self.key = ColumnParallelLinear(config.width, kv_width, axis)
+        self.value = ColumnParallelLinear(config.width, kv_width, axis)
+        self.output = RowParallelLinear(config.width, config.width, axis)
+        self.query_norm = RMSNorm(config.width, config.norm_eps, channel_axis=axis)
+        self.key_norm = RMSNorm(kv_width, config.norm_eps, channel_axis=axis)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor], deltas: Mapping[str, Tensor], mask: Tensor | None
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor],
+        deltas: Mapping[str, Tensor],
+        mask: Tensor | DocumentMask | None,
     ) -> Tensor:
-        """`deltas`: what to add by site (q, k, v [B,T,C], o as x); `mask` [B,1,T,T] or None for plain causal."""
-        x_BTD = enter_layer(x, self.axis)
+        """`deltas`: the injected vectors by site (q, k, v [B,T,C]; o of the shape of x). `mask`: of documents
+        (document_attention.py), or dense [B,1,T,T] for short sequences; None: plain causal attention."""
+        x_BTD = column_parallel_input(x, self.axis)
         batch, length, _ = x_BTD.shape
         q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
         if "q" in deltas:
-            # One retrieved head serves all query heads of its key/value head.
+            # One retrieved head is added to all query heads of its key/value head.
             per_head = deltas["q"].view(batch, length, self.kv_heads, self.head_width)
             q = q + per_head.repeat_interleave(self.heads // self.kv_heads, dim=2).flatten(2)
         if "k" in deltas:
@@ -48,24 +63,24 @@ class Attention(nn.Module):
         if "v" in deltas:
             v = v + deltas["v"]
         q_square, k_square = self._mean_squares(q, k)
-        q = rotate(self.query_norm(q, q_square).view(batch, length, self.heads, self.head_width), *rotary)
-        k = rotate(self.key_norm(k, k_square).view(batch, length, self.kv_heads, self.head_width), *rotary)
+        q = apply_rotary(self.query_norm(q, q_square).view(batch, length, self.heads, self.head_width), *rotary)
+        k = apply_rotary(self.key_norm(k, k_square).view(batch, length, self.kv_heads, self.head_width), *rotary)
         v = v.view(batch, length, self.kv_heads, self.head_width)
-        mixed = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            is_causal=mask is None,
-            enable_gqa=self.heads != self.kv_heads,
-        )
-        out = leave_layer(self.output(mixed.transpose(1, 2).flatten(2)), self.axis)
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        if mask is None or isinstance(mask, Tensor):
+            mixed = F.scaled_dot_product_attention(
+                q, k, v, attn_mask=mask, is_causal=mask is None, enable_gqa=self.heads != self.kv_heads
+            )
+        else:
+            mixed = document_attention(q, k, v, mask)
+        out = row_parallel_output(self.output(mixed.transpose(1, 2).flatten(2)), self.axis)
         return out + deltas["o"] if "o" in deltas else out
 
     def _mean_squares(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """Over the whole width of q and of k [B,T,1], in one message; None: the norms see the whole width."""
+        """Of q and of k over their global width [B,T,1], in one message; None on a single rank, where the norms see the
+        whole width."""
         if self.axis.size == 1:
             return None, None
-        sums = torch.cat([wide(x).square().sum(-1, keepdim=True) for x in (q, k)], dim=-1)
-        q_sum, k_sum = sum_over_tensor(sums, self.axis).split(1, dim=-1)
+        sums = torch.cat([at_least_fp32(x).square().sum(-1, keepdim=True) for x in (q, k)], dim=-1)
+        q_sum, k_sum = all_reduce_in_tensor_parallel_region(sums, self.axis).split(1, dim=-1)
         return q_sum / (q.shape[-1] * self.axis.size), k_sum / (k.shape[-1] * self.axis.size)

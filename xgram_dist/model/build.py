@@ -1,40 +1,68 @@
-"""From a recipe to the things that are trained: tables, network, optimizer.
+"""From a recipe to the network and its tables.
 
-The order of application a reader can follow: tensor parallel -> initialise -> activation checkpointing (in the model)
--> compile -> engine (engine/build.py).
+`build_model` applies, in this order:
+
+    1. tensor parallelism          layers are built with this rank's shards
+    2. initial weights             whole parameters are drawn, each rank keeps its slice
+    3. activation checkpointing    around each block
+    4. torch.compile               of each block, inside of its checkpoint; on a GPU, of the passes over the logits
+    5. the engine                  shards parameters over the data axis: `build_engine` (engine/), which takes the model
+
+Each step sees what the former left: compiled blocks hold the tensor axis' collectives, and the engine's hooks stay
+outside of the compiled graphs.
 """
 
 import torch
+from torch import nn
 
 from xgram_dist.config import Config
-from xgram_dist.memory.layout import has_tables
-from xgram_dist.memory.ngrams.folding import Folding
-from xgram_dist.memory.ngrams.frequent import Grams
-from xgram_dist.memory.ngrams.hashing import NgramKeys, plan_ngram_hash
-from xgram_dist.memory.ngrams.lookup import GramLookup
-from xgram_dist.memory.routing.routing import Routing
-from xgram_dist.memory.tables import Tables
-from xgram_dist.memory.working_set import Lookup, NoTables
-from xgram_dist.model.initial import initialise
+from xgram_dist.model.loss import CompiledPasses
+from xgram_dist.model.methods.base import Keys, check_method, method_of
 from xgram_dist.model.transformer import Transformer
-from xgram_dist.parallel.device import DTYPES
+from xgram_dist.parallel.device import DTYPES, fuses_loss_passes
 from xgram_dist.parallel.mesh import Mesh
-from xgram_dist.parallel.ranks import Ranks
-
-Keys = Folding | Grams
-"""What a method that looks up n-grams must know of the data."""
+from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.parallel.tensor_parallel import global_shape_and_offset, tensor_axis, tensor_dim, tensor_slice
+from xgram_dist.tables.initial_rows import CUT, stream_key
+from xgram_dist.tables.routing import Routing
+from xgram_dist.tables.working_set import Lookup
 
 
 def build_model(
-    config: Config, device: torch.device, end_of_text: int | None = None, tensor: Ranks | None = None
+    config: Config, device: torch.device, end_of_text: int | None = None, tensor: ProcessGroup | None = None
 ) -> Transformer:
-    model = Transformer(config, DTYPES[config.train.precision], end_of_text, tensor)
+    """`end_of_text`: the token that ends a document. `tensor`: the ranks of the tensor axis."""
+    check_method(config)
+    axis = tensor_axis(tensor, config.parallel.sequence_parallel)
+    model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis)
     initialise(model, config)
     model.to(device)
+    model.activation_checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         for block in model.blocks:
             block.compile(dynamic=None)
+        if fuses_loss_passes(device):
+            model.head.passes = CompiledPasses()
     return model
+
+
+def initialise(model: Transformer, config: Config) -> None:
+    """Fills every parameter in place: a truncated normal for matrices, 1 for vectors, or what the method wants.
+
+    Each parameter is seeded by its own name. So a backbone starts the same whatever tables are trained beside it, and
+    however it is sharded: a rank of the tensor axis draws the whole parameter and keeps its slice."""
+    method, std = method_of(config), config.model.init_std
+    for name, parameter in model.named_parameters():
+        generator = torch.Generator().manual_seed(stream_key(config.train.seed, name) & (2**63 - 1))
+        # Drawn on the CPU, for the same numbers on every device.
+        value = torch.empty(global_shape_and_offset(parameter, model.axis)[0])
+        if not method.initialise(name, value, generator):
+            if parameter.dim() < 2:  # norm scales and injection gains
+                value.fill_(1.0)
+            else:
+                nn.init.trunc_normal_(value, 0.0, std, -CUT * std, CUT * std, generator=generator)
+        with torch.no_grad():
+            parameter.copy_(tensor_slice(value, tensor_dim(parameter), model.axis))
 
 
 def build_lookup(
@@ -44,14 +72,8 @@ def build_lookup(
     mesh: Mesh | None = None,
     keys: Keys | None = None,
     end_of_text: int | None = None,
+    optimizer: str | None = None,
 ) -> Lookup:
-    """`keys`: of the methods that look up n-grams. `end_of_text`: the token that ends a document."""
-    if isinstance(keys, Grams):
-        return GramLookup(keys, device)
-    if not has_tables(config):
-        return NoTables(device)
-    keys_of = None
-    if isinstance(keys, Folding):
-        apart = end_of_text if config.model.document_masking else None
-        keys_of = NgramKeys(plan_ngram_hash(config), keys.ids, apart)
-    return Tables(config, routing, device, mesh, keys_of)
+    """`keys`: of the methods that look up n-grams. `end_of_text`: the token that ends a document.
+    `optimizer`: the kind of table optimizer (tables/optimizers/build.py); by default what the recipe says."""
+    return method_of(config).build_lookup(routing, device, mesh, keys, end_of_text, optimizer)

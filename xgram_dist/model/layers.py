@@ -1,29 +1,50 @@
-"""The small parts of the backbone: linear, RMSNorm, rotary embedding, SwiGLU, input embedding.
+"""Layers of the backbone: column- and row-parallel linears, vocabulary-parallel embedding, RMSNorm, SwiGLU, rotary.
+
+Parameters may be in fp32 (master weights) or in the compute dtype. Each layer casts its weight to the dtype of its
+input, so that precision is chosen in one place: where the residual stream begins. Norms compute in fp32.
+On a tensor axis each rank holds its shards of the parameters; the sizes given to a layer are the global ones.
 
 Shapes: B batch, T sequence, D width, F feed-forward width, H heads, K head width, V vocabulary.
-Parameters may be kept in fp32 (master weights) or in the compute type; each layer casts its weight to the type of
-what it is given, so that precision is chosen once, where the residual stream is made. Norms compute in fp32.
-On a tensor axis each rank holds its part of the sharded parameters; the sizes a layer is given are the whole ones.
 """
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from xgram_dist.parallel.tensor import ALONE, TensorAxis, copy_to_tensor, enter_layer, leave_layer, sharded
+from xgram_dist.parallel.tensor_parallel import (
+    SINGLE_RANK,
+    TensorAxis,
+    column_parallel_input,
+    copy_to_tensor_parallel_region,
+    row_parallel_output,
+    sharded_parameter,
+)
 
 
-def wide(x: Tensor) -> Tensor:
-    """At least fp32: where sums, norms and softmax are computed."""
+def at_least_fp32(x: Tensor) -> Tensor:
+    """For sums, norms and softmax; fp64 stays fp64."""
     return x if x.dtype == torch.float64 else x.float()
 
 
-class Linear(nn.Module):
-    """y = x W^T without bias. `dim`: 0 where outputs are spread over the tensor axis, 1 where inputs are."""
+class ColumnParallelLinear(nn.Module):
+    """y = x W^T without bias; outputs are sharded over the tensor axis. Its input goes through
+    `column_parallel_input`, which stands outside because several linears share it (query, key, value)."""
 
-    def __init__(self, inputs: int, outputs: int, dim: int, axis: TensorAxis = ALONE):
+    def __init__(self, inputs: int, outputs: int, axis: TensorAxis = SINGLE_RANK):
         super().__init__()
-        self.weight = sharded((outputs, inputs), dim, axis)
+        self.weight = sharded_parameter((outputs, inputs), 0, axis)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.weight.to(x.dtype))
+
+
+class RowParallelLinear(nn.Module):
+    """y = x W^T without bias; inputs are sharded over the tensor axis. Its output is a partial sum, which goes through
+    `row_parallel_output`."""
+
+    def __init__(self, inputs: int, outputs: int, axis: TensorAxis = SINGLE_RANK):
+        super().__init__()
+        self.weight = sharded_parameter((outputs, inputs), 1, axis)
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(x, self.weight.to(x.dtype))
@@ -32,68 +53,86 @@ class Linear(nn.Module):
 class RMSNorm(nn.Module):
     """x / sqrt(mean(x^2) + eps) * weight, over the last dimension.
 
-    `parts`: the axis whose ranks each see a part of the sequence, so that the weight's gradient is summed over it.
-    `channels`: the axis over which the width is spread.
+    `sequence_axis`: the axis over which the sequence is split, so that the weight's gradient is summed over it.
+    `channel_axis`: the axis over which the width is sharded.
     """
 
-    def __init__(self, width: int, eps: float, parts: TensorAxis = ALONE, channels: TensorAxis = ALONE):
+    def __init__(
+        self,
+        width: int,
+        eps: float,
+        sequence_axis: TensorAxis = SINGLE_RANK,
+        channel_axis: TensorAxis = SINGLE_RANK,
+    ):
         super().__init__()
-        self.weight = sharded((width,), 0, channels, fill=1.0)
-        self.eps, self.parts = eps, parts
+        self.weight = sharded_parameter((width,), 0, channel_axis, fill=1.0)
+        self.eps, self.sequence_axis = eps, sequence_axis
 
     def forward(self, x: Tensor, mean_square: Tensor | None = None) -> Tensor:
-        """`mean_square` [..., 1]: where the width is spread over ranks, the mean over all of it."""
-        x_wide = wide(x)
+        """`mean_square` [..., 1]: over the global width; must be given where the width is sharded."""
+        x_fp32 = at_least_fp32(x)
         if mean_square is None:
-            mean_square = x_wide.square().mean(-1, keepdim=True)
+            mean_square = x_fp32.square().mean(-1, keepdim=True)
         scale = torch.rsqrt(mean_square + self.eps)
-        return (x_wide * scale * copy_to_tensor(wide(self.weight), self.parts)).to(x.dtype)
+        normed = x_fp32 * scale
+        weight = copy_to_tensor_parallel_region(at_least_fp32(self.weight), self.sequence_axis)
+        return (normed * weight).to(x.dtype)
 
 
 class SwiGLU(nn.Module):
-    """W_down(SiLU(W_gate x) * W_up x); the inner width is spread over the tensor axis."""
+    """W_down(SiLU(W_gate x) * W_up x); the inner width is sharded over the tensor axis."""
 
-    def __init__(self, width: int, inner: int, axis: TensorAxis = ALONE, *, has_up: bool = True):
-        """`has_up`: False where what W_up x would be is given."""
+    def __init__(self, width: int, inner: int, axis: TensorAxis = SINGLE_RANK, *, has_up: bool = True):
+        """`has_up`: False where `forward` is given the up projection (STEM)."""
         super().__init__()
         self.axis = axis
-        self.gate = Linear(width, inner, 0, axis)
-        self.up = Linear(width, inner, 0, axis) if has_up else None
-        self.down = Linear(inner, width, 1, axis)
+        self.gate = ColumnParallelLinear(width, inner, axis)
+        self.up = ColumnParallelLinear(width, inner, axis) if has_up else None
+        self.down = RowParallelLinear(inner, width, axis)
 
     def forward(self, x: Tensor, up: Tensor | None = None) -> Tensor:
-        """`up`: of this rank's part of the inner width."""
-        x_BTD = enter_layer(x, self.axis)
+        """`up`: this rank's shard of the inner width."""
+        x_BTD = column_parallel_input(x, self.axis)
         if self.up is not None:
             up = self.up(x_BTD)
         assert up is not None
-        return leave_layer(self.down(F.silu(self.gate(x_BTD)) * up), self.axis)
+        return row_parallel_output(self.down(F.silu(self.gate(x_BTD)) * up), self.axis)
 
 
-def embed(tokens_BT: Tensor, weight_VD: Tensor, dtype: torch.dtype, axis: TensorAxis) -> Tensor:
-    """The rows of the tokens, in `dtype`. Each rank has a range of the vocabulary and gives zero for other tokens."""
+# Vocabulary-parallel embedding
+
+
+def vocab_parallel_embedding(tokens_BT: Tensor, weight_VD: Tensor, dtype: torch.dtype, axis: TensorAxis) -> Tensor:
+    """The tokens' rows in `dtype`: Megatron's VocabParallelEmbedding. Each rank holds a range of the vocabulary and
+    contributes zero for other tokens; the sum leaves the region as a row-parallel output does.
+
+    A function, not a module: the weight is a parameter of the Transformer, because its name seeds its initial value,
+    SCONE and MoLE read it, and ZeRO-3 gathers it with the root."""
     if axis.size == 1:
         return F.embedding(tokens_BT, weight_VD).to(dtype)
-    index, mine = in_part(tokens_BT, weight_VD.shape[0], axis)
-    return leave_layer((F.embedding(index, weight_VD) * mine[..., None]).to(dtype), axis)
+    index, is_local = local_vocab_index(tokens_BT, weight_VD.shape[0], axis)
+    return row_parallel_output((F.embedding(index, weight_VD) * is_local[..., None]).to(dtype), axis)
 
 
-def in_part(ids: Tensor, rows: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
-    """For global ids: the row of this rank's `rows` (0 where it is another's), and whether it is this rank's."""
-    index = ids - axis.rank * rows
-    mine = (index >= 0) & (index < rows)
-    return torch.where(mine, index, 0), mine
+def local_vocab_index(ids: Tensor, local_rows: int, axis: TensorAxis) -> tuple[Tensor, Tensor]:
+    """(index of each global id in this rank's range of the vocabulary, or 0; whether the id is in that range)."""
+    index = ids - axis.rank * local_rows
+    is_local = (index >= 0) & (index < local_rows)
+    return torch.where(is_local, index, 0), is_local
 
 
-def rotary_table(length: int, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
-    """cos and sin [T, K/2] of position x theta^(-2i/K), in fp32; the angles are made in fp64."""
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float64) / head_width
-    angles = torch.outer(torch.arange(length, dtype=torch.float64), theta**-exponents)
+# Rotary position embedding
+
+
+def rotary_cos_sin(length: int, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
+    """cos and sin [T, K/2] of position x theta^(-2i/K), in fp32; angles are computed in fp64, on the CPU."""
+    exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), theta**-exponents)
     return angles.cos().float(), angles.sin().float()
 
 
-def rotate(x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
-    """Rotary embedding in the half-split form: the pair of dimension i is dimension i + K/2."""
+def apply_rotary(x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:
+    """Half-split form: dimension i is paired with dimension i + K/2."""
     cos, sin = cos_TK[None, :, None, :], sin_TK[None, :, None, :]
-    first, second = wide(x_BTHK).chunk(2, dim=-1)
+    first, second = at_least_fp32(x_BTHK).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x_BTHK.dtype)

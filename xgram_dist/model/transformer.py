@@ -1,9 +1,12 @@
-"""The network: embedding, blocks, head. Reads tables only through the working set's leaf tensors.
+"""The network: embedding, blocks, head. It reads tables only through the leaf tensors of the working set.
 
-In: tokens [B,T], the row of each token in the working set (slots [B,T]; [B,T,K] where a position has several keys), the
-working set's values by table name, and the warm-up factor of the injection. Out: hidden states [B,T,D], or the loss.
-With a tensor axis, each rank holds its part of the sharded parameters, is given the same tokens, and ends with the same
-loss and complete gradients; its collectives are those of `parallel/tensor.py`. Otherwise there are none.
+In: tokens [B,T]; slots, the row of each token in the working set ([B,T], or [B,T,K] where a position has several keys);
+the working set's values by table name; the warm-up factor of the injection. Out: hidden states [B,T,D], or the loss.
+
+On a tensor axis each rank holds its shards of the parameters, gets the same tokens, and ends with the same loss and
+complete gradients; all collectives are those of parallel/tensor_parallel.py.
+
+Shapes: B batch, T sequence, D width, U distinct tokens of a micro-batch, K keys of a position.
 """
 
 from collections.abc import Mapping
@@ -13,54 +16,61 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from xgram_dist.config import Config
-from xgram_dist.memory.methods.build import build_sites
-from xgram_dist.memory.methods.mole import EMBEDDING
-from xgram_dist.memory.methods.scone import Scone
-from xgram_dist.memory.ngrams.lookup import GRAMS
 from xgram_dist.model.attention import Attention
-from xgram_dist.model.layers import RMSNorm, SwiGLU, embed, rotary_table
-from xgram_dist.model.loss import Head, next_token_labels
-from xgram_dist.parallel.ranks import Ranks
-from xgram_dist.parallel.tensor import ALONE, TensorAxis, collect_sequence, sharded, tensor_axis
+from xgram_dist.model.document_attention import DocumentMask, build_document_mask, number_documents
+from xgram_dist.model.gather import Slots, sort_slots
+from xgram_dist.model.layers import RMSNorm, SwiGLU, rotary_cos_sin, vocab_parallel_embedding
+from xgram_dist.model.loss import VocabParallelHead, next_token_labels
+from xgram_dist.model.methods.base import TOKEN_EMBEDDINGS, MemoryMethod, method_of
+from xgram_dist.parallel.tensor_parallel import (
+    SINGLE_RANK,
+    TensorAxis,
+    gather_from_sequence_parallel_region,
+    sharded_parameter,
+)
 
-ADDED = ("h", "q", "k", "v", "o", "qk")
+ADDITIVE_SITES = ("h", "q", "k", "v", "o", "qk")
 """Sites where a vector is added that does not depend on the hidden state."""
 
 
 class Block(nn.Module):
     """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x).
 
-    Beside what is added at h, q, k, v, o, a site may change the block's input by what it is (ngram), give the up
-    projection (up), multiply what the feed-forward gives (ffn), or add to the block's output (block, experts).
+    Vectors are added at h, q, k, v and o. Other sites change the block's input depending on it (ngram), replace the up
+    projection (up), scale the output of the feed-forward (ffn), or add to the block's output (block, experts).
     """
 
-    def __init__(self, config: Config, layer: int, axis: TensorAxis = ALONE):
+    def __init__(self, method: MemoryMethod, layer: int, axis: TensorAxis = SINGLE_RANK):
         super().__init__()
-        model = config.model
-        self.attention_norm = RMSNorm(model.width, model.norm_eps, axis.between_layers)
+        model = method.model
+        self.attention_norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
         self.attention = Attention(model, axis)
-        self.ffn_norm = RMSNorm(model.width, model.norm_eps, axis.between_layers)
-        sites = build_sites(config, layer, axis)
+        self.ffn_norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
+        sites = nn.ModuleDict(method.build_sites(layer, axis))
         self.ffn = SwiGLU(model.width, model.ffn_width, axis, has_up="up" not in sites)
         self.sites = sites
+        self.keys = method.layer_keys(layer)
+        """Which of a position's keys this block reads; None: the only one. `Transformer` selects them, so that the
+        blocks of all layers share one compiled graph."""
 
     def forward(
         self,
         x: Tensor,
         rotary: tuple[Tensor, Tensor],
         values: dict[str, list[Tensor]],
-        slots_BT: Tensor,
+        slots_BT: Slots,
         warmup: Tensor,
         documents_BT: Tensor | None,
-        mask: Tensor | None,
+        mask: DocumentMask | None,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """x; where a site has a loss of its own, that too. `x`: [B,T,D], or this rank's part of the sequence;
-        `values`: the working-set rows of this block's views, by site. What is given of positions is of the whole
-        sequence."""
+        """Returns the new x; with the site `block`, also its auxiliary loss.
+
+        `x`: [B,T,D], or, with sequence parallelism, this rank's part of the sequence; slots, documents and mask are
+        those of the whole sequence. `values`: the working-set rows of this block's views, by site."""
         deltas = {
             site: injection(values[site], slots_BT, warmup, documents_BT, x.dtype)
             for site, injection in self.sites.items()
-            if site in ADDED
+            if site in ADDITIVE_SITES
         }
         if "qk" in deltas:
             deltas["q"] = deltas["k"] = deltas.pop("qk")
@@ -77,8 +87,8 @@ class Block(nn.Module):
         if "experts" in self.sites:
             out = out + self.sites["experts"](normed, values["experts"], slots_BT)
         if "block" in self.sites:
-            added, own_loss = self.sites["block"](normed, values["block"], slots_BT)
-            return x + out + added, own_loss
+            added, auxiliary_loss = self.sites["block"](normed, values["block"], slots_BT)
+            return x + out + added, auxiliary_loss
         return x + out
 
 
@@ -91,23 +101,29 @@ class Transformer(nn.Module):
         config: Config,
         compute_dtype: torch.dtype = torch.float32,
         end_of_text: int | None = None,
-        tensor: Ranks | None = None,
+        axis: TensorAxis = SINGLE_RANK,
     ):
-        """`tensor`: the ranks that share each layer; without it this process holds all."""
+        """`compute_dtype`: of the residual stream. `end_of_text`: the token that ends a document, for masking.
+        `axis`: the ranks that share each layer. `build_model` (model/build.py) initialises the parameters and applies
+        the rest."""
         super().__init__()
-        model = config.model
-        self.axis = axis = tensor_axis(tensor, config.parallel.sequence_parallel)
+        model, method = config.model, method_of(config)
+        self.axis = axis
         self.compute_dtype = compute_dtype
         self.end_of_text = end_of_text if model.document_masking else None
-        self.checkpointed = config.train.activation_checkpointing
-        self.embedding = sharded((model.vocabulary, model.width), 0, axis)
-        self.blocks = nn.ModuleList(Block(config, layer, axis) for layer in range(model.layers))
-        self.norm = RMSNorm(model.width, model.norm_eps, axis.between_layers)
-        self.side = Scone(config, axis) if config.memory.method == "scone" else None
-        self.experts_read = config.memory.method == "mole"
-        """Blocks are given the embeddings of the distinct tokens."""
-        self.head = Head(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis)
-        cos, sin = rotary_table(model.sequence_length, model.width // model.heads, model.rope_theta)
+        self.unlabelled = end_of_text if model.label_masking else None
+        """The token that has no label."""
+        self.activation_checkpointing = False
+        """Recompute each block in the backward pass."""
+        # A parameter, not a module VocabParallelEmbedding: see `vocab_parallel_embedding`.
+        self.embedding = sharded_parameter((model.vocabulary, model.width), 0, axis)
+        self.blocks = nn.ModuleList(Block(method, layer, axis) for layer in range(model.layers))
+        self.norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
+        self.side = method.build_input_network(axis)
+        self.reads_embeddings = method.reads_embeddings
+        """Whether blocks are given the embeddings of the distinct tokens."""
+        self.head = VocabParallelHead(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis)
+        cos, sin = rotary_cos_sin(model.sequence_length, model.width // model.heads, model.rope_theta)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
 
@@ -120,48 +136,70 @@ class Transformer(nn.Module):
         *,
         with_loss: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states after the final norm [B, T, D]; or what `loss` gives, for engines that wrap this call."""
+        """Hidden states after the final norm [B, T, D]; or what `loss` returns, for engines that wrap this call."""
         length = tokens_BT.shape[1]
         rotary = (self.rotary_cos[:length], self.rotary_sin[:length])
         documents, mask = self._documents(tokens_BT)
-        x = embed(tokens_BT, self.embedding, self.compute_dtype, self.axis)
+        x = vocab_parallel_embedding(tokens_BT, self.embedding, self.compute_dtype, self.axis)
         if self.side is not None:
-            x = x + self.side(values[GRAMS], self.embedding, slots_BT, self.compute_dtype)
-        if self.experts_read:
+            inputs = [values[name] for name in self.side.tables]  # type: ignore[union-attr]
+            x = x + self.side(*inputs, self.embedding, slots_BT, self.compute_dtype)
+        if self.reads_embeddings:
             distinct_U, slots_BT = tokens_BT.unique(return_inverse=True)
-            values = {EMBEDDING: embed(distinct_U, self.embedding, self.compute_dtype, self.axis)}
-        losses: list[Tensor] = []
+            values = {
+                TOKEN_EMBEDDINGS: vocab_parallel_embedding(distinct_U, self.embedding, self.compute_dtype, self.axis)
+            }
+        num_rows = len(next(iter(values.values()))) if values else 0
+        # Where a position has several keys, each block sorts those it reads.
+        slots = sort_slots(slots_BT, num_rows) if values and slots_BT.dim() == 2 else Slots(slots_BT)
+        _any_number_of_rows(values, slots)
+        auxiliary_losses: list[Tensor] = []
         for block in self.blocks:
             assert isinstance(block, Block)
-            of_block = {
+            block_values = {
                 site: [values[name] for name in injection.tables]  # type: ignore[union-attr]
                 for site, injection in block.sites.items()
             }
-            slots = slots_BT[..., block.sites["ngram"].keys] if "ngram" in block.sites else slots_BT  # type: ignore[index]
-            arguments = (x, rotary, of_block, slots, warmup, documents, mask)
-            if self.checkpointed and torch.is_grad_enabled():
-                made = checkpoint(block, *arguments, use_reentrant=False)
+            block_slots = slots
+            if block.keys is not None:
+                block_slots = sort_slots(slots_BT[..., block.keys], num_rows)
+                _any_number_of_rows({}, block_slots)
+            arguments = (x, rotary, block_values, block_slots, warmup, documents, mask)
+            if self.activation_checkpointing and torch.is_grad_enabled():
+                out = checkpoint(block, *arguments, use_reentrant=False)
             else:
-                made = block(*arguments)
-            x, *own_losses = made if isinstance(made, tuple) else (made,)
-            losses += own_losses
+                out = block(*arguments)
+            if isinstance(out, tuple):
+                x, auxiliary_loss = out
+                auxiliary_losses.append(auxiliary_loss)
+            else:
+                x = out
         hidden = self.norm(x)
         if with_loss:
-            loss, entropy = self.head(hidden, next_token_labels(tokens_BT))
-            return loss + sum(losses) if losses else loss, entropy
-        return collect_sequence(hidden, self.axis.between_layers)
+            # Benchmarks put an end-of-text token before a text and score what follows.
+            unlabelled = None if self.head.keeps_scores else self.unlabelled
+            loss, entropy = self.head(hidden, next_token_labels(tokens_BT, unlabelled))
+            return loss + sum(auxiliary_losses) if auxiliary_losses else loss, entropy
+        return gather_from_sequence_parallel_region(hidden, self.axis.sequence_axis, tensor_parallel_output_grad=False)
 
     def loss(
         self, tokens_BT: Tensor, slots_BT: Tensor, values: Mapping[str, Tensor], warmup: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """(training loss with z-loss and the blocks' own, plain cross-entropy) of predicting each next token."""
+        """Of predicting each next token: (training loss with z-loss and auxiliary losses, plain cross-entropy)."""
         return self(tokens_BT, slots_BT, values, warmup, with_loss=True)
 
-    def _documents(self, tokens_BT: Tensor) -> tuple[Tensor | None, Tensor | None]:
-        """With document masking: the document number of each position, and who may attend to whom [B,1,T,T]."""
+    def _documents(self, tokens_BT: Tensor) -> tuple[Tensor | None, DocumentMask | None]:
+        """With document masking: the document of each position [B,T], and the mask of attention, for all layers."""
         if self.end_of_text is None:
             return None, None
-        ends = (tokens_BT == self.end_of_text).long()
-        documents = torch.cumsum(ends, 1) - ends  # an end-of-text token still belongs to the document it ends
-        same = documents[:, :, None] == documents[:, None, :]
-        return documents, torch.tril(same)[:, None]
+        documents = number_documents(tokens_BT, self.end_of_text)
+        return documents, build_document_mask(documents)
+
+
+def _any_number_of_rows(values: Mapping[str, Tensor], slots: Slots) -> None:
+    """The working set has another number of rows in every window: a dynamic dimension from the first step on, so that
+    blocks are compiled once and not again when the second window comes."""
+    by_row = [*values.values(), slots.starts_U, None if slots.long is None else slots.long.entry_U]
+    for tensor in by_row:
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -1,1 +1,1 @@
-"""Schedule, joint clipping, and the optimizers of backbone and tables."""
+"""Learning-rate schedule, joint gradient clipping, AdamW of the backbone."""

@@ -1,1 +1,1 @@
-"""Ranks, devices and how a run is started on several ranks."""
+"""Process groups and the mesh, tensor parallelism, launching ranks, the watchdog, devices."""

@@ -1,10 +1,12 @@
-"""The few lines that differ between devices."""
+"""Everything that differs between devices: which one, dtypes, host memory, timing, limits."""
 
 import contextlib
 import ctypes
 import os
 import threading
 import time
+import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,43 +15,101 @@ from torch import Tensor
 
 from xgram_dist.errors import UserError
 
-_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
-_MADV_HUGEPAGE, _LARGE_PAGE = 14, 1 << 21  # sys/mman.h
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+"""By `train.precision`."""
 
 PEAK_FLOPS = {"B200": 2250e12, "H200": 989e12, "H100": 989e12, "H800": 989e12, "A100": 312e12, "A800": 312e12}
-"""By what a device's name holds."""
+"""Dense bf16 FLOP/s, by a word in the device's name."""
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+# Choice
+
+
+GPU_RESTRICTIONS = ("CUDA_VISIBLE_DEVICES", "SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_STEP_GPUS")
+"""Environment variables, one of which is set where a rank sees some GPUs of its machine only."""
+ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+"""Environment variables in which a user configures the CUDA allocator; the first is the older name."""
 
 
 def choose_device() -> torch.device:
-    """This process's accelerator (by LOCAL_RANK), else the CPU, with its memory kept."""
+    """This process's GPU, else the CPU."""
     if torch.cuda.is_available():
-        local, found = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
-        if local >= found:
-            raise UserError(
-                f"local rank {local} has no GPU: this machine has {found}; start at most {found} rank(s), or hide "
-                f"the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
-            )
-        device = torch.device("cuda", local)
-        torch.cuda.set_device(device)
+        # The allocator reads this at the first allocation. Working sets change their size from step to step, which
+        # fragments memory in fixed segments.
+        if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
+            os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
+        device = torch.device("cuda", _gpu_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()))
+        set_thread_device(device)
         return device
-    keep_host_memory()
+    retain_freed_host_memory()
     return torch.device("cpu")
 
 
+def _gpu_index(local_rank: int, num_gpus: int) -> int:
+    """By local rank; 0 where a rank sees one GPU, as with Slurm's --gpus-per-task and --gpu-bind. Whether that one is
+    its own is checked where ranks meet (`gpu_id`)."""
+    if local_rank < num_gpus:
+        return local_rank
+    if num_gpus == 1 and any(os.environ.get(name) for name in GPU_RESTRICTIONS):
+        return 0
+    raise UserError(
+        f"local rank {local_rank} has no GPU: this machine has {num_gpus}; start at most {num_gpus} rank(s), "
+        f"or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+    )
+
+
+def gpu_id(device: torch.device) -> str | None:
+    """Identifies the GPU over all machines; None on the CPU, which ranks may share."""
+    return str(torch.cuda.get_device_properties(device).uuid) if device.type == "cuda" else None
+
+
+def set_thread_device(device: torch.device) -> None:
+    """Makes `device` the default of the calling thread. A new thread begins with the first GPU, whatever the others
+    use."""
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+
+
+def collective_options(device: torch.device) -> dict[str, Any]:
+    """Keywords of `init_process_group`. With a device, NCCL connects at once: errors show at the start."""
+    return {"backend": "nccl", "device_id": device} if device.type == "cuda" else {"backend": "gloo"}
+
+
 def make_deterministic(enabled: bool) -> None:
-    """Ask for algorithms that repeat bitwise; cuBLAS needs its workspace set before the first call."""
+    """Chooses algorithms that repeat bitwise, and makes torch refuse operations that have none.
+
+    Not `warn_only`: with it, the backward pass of attention on a GPU stays non-deterministic. cuBLAS reads its variable
+    at the first call.
+    """
     if enabled:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-    torch.use_deterministic_algorithms(enabled, warn_only=True)
+        # By default, torch fills every empty tensor.
+        torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.use_deterministic_algorithms(enabled)
 
 
-def keep_host_memory() -> None:
-    """Tell the C library to keep freed memory instead of returning it to the system.
+@contextlib.contextmanager
+def writes_in_any_order(device: torch.device) -> Iterator[None]:
+    """Suspends deterministic mode on a GPU, for code that repeats bitwise by construction."""
+    enabled = torch.are_deterministic_algorithms_enabled()
+    torch.use_deterministic_algorithms(enabled and device.type != "cuda")
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(enabled)
 
-    A step on the CPU allocates and frees the same hundreds of megabytes again and again; fetched anew from the system
-    each time, page by page, they cost a tenth of the step. Where the C library is not glibc, nothing is changed.
+
+# Host memory and threads
+
+_M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
+_MADV_HUGEPAGE, _HUGE_PAGE_BYTES = 14, 1 << 21  # sys/mman.h
+
+
+def retain_freed_host_memory() -> None:
+    """Makes glibc's malloc keep freed memory instead of returning it to the system; no effect with another libc.
+
+    A step on the CPU allocates and frees the same hundreds of megabytes again and again. Page faults on fresh memory
+    cost a tenth of the step.
     """
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
@@ -59,39 +119,78 @@ def keep_host_memory() -> None:
     mallopt(_M_TRIM_THRESHOLD, -1)
 
 
-def large_pages(tensor: Tensor) -> Tensor:
-    """Ask the system to back a tensor in host memory, not yet written to, with large pages.
+def advise_huge_pages(tensor: Tensor) -> Tensor:
+    """Asks the system to back a tensor in host memory, not yet written to, with huge pages, and returns it.
 
-    Rows that are read lie far apart: with small pages each costs walks through page tables that no cache holds. Where
-    the system has no large pages, or the tensor is on another device or small, nothing is changed.
+    Table rows are read at random: with small pages nearly every read misses the TLB. No effect where the system has no
+    huge pages, or the tensor is small or not in host memory.
     """
-    start = -(-tensor.data_ptr() // _LARGE_PAGE) * _LARGE_PAGE
+    start = -(-tensor.data_ptr() // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES
     size = tensor.data_ptr() + tensor.nbytes - start
-    if tensor.device.type == "cpu" and size >= _LARGE_PAGE:
+    if tensor.device.type == "cpu" and size >= _HUGE_PAGE_BYTES:
         with contextlib.suppress(OSError, AttributeError):
             madvise = ctypes.CDLL("libc.so.6").madvise
             madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), _MADV_HUGEPAGE)
     return tensor
 
 
-def step_aside() -> None:
-    """Let this thread run when others have nothing to do: what it works on is not needed yet."""
+def lower_thread_priority() -> None:
+    """For a thread whose results are not needed yet: it yields to the others."""
     with contextlib.suppress(OSError, AttributeError):
         os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 10)
 
 
+def begin_planning_thread(device: torch.device) -> None:
+    """Initializer of a thread that plans ahead for `device`."""
+    lower_thread_priority()
+    set_thread_device(device)
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """From host memory, without waiting."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
+    """From host memory, without waiting for the copy."""
+    return pin_for(device, tensor).to(device, non_blocking=True)
+
+
+def pin_for(device: torch.device, tensor: Tensor) -> Tensor:
+    """A tensor that is to be copied to `device`: in pinned memory, without which the copy to a GPU would wait."""
+    return tensor.pin_memory() if device.type == "cuda" and tensor.device.type == "cpu" else tensor
 
 
 def empty_on_host(like: Tensor) -> Tensor:
-    """Host memory for a tensor's values, contiguous; that of a GPU's is pinned."""
+    """An empty contiguous tensor in host memory; pinned for a tensor on a GPU."""
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
-def now(device: torch.device) -> Any:
-    """This moment in the device's queue of work, for `seconds_between`."""
+# Arithmetic
+
+
+def accumulate_matmul(total: Tensor, left: Tensor, right: Tensor) -> None:
+    """total += left @ right, with `total` in fp32 (or fp64) and the factors in the compute dtype. On a GPU one matrix
+    product reads and writes `total`; on the CPU no such product takes bf16."""
+    if total.device.type != "cuda":
+        total += (left @ right).to(total.dtype)
+    elif left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        torch.addmm(total, left, right, out_dtype=total.dtype, out=total)
+
+
+def has_flex_attention(device: torch.device) -> bool:
+    """With a compiled backward pass."""
+    return device.type == "cuda"
+
+
+def fuses_loss_passes(device: torch.device) -> bool:
+    """Whether `train.compile` includes the passes over the logits. The CPU keeps the eager ones, and with them its
+    numbers bit for bit: there the matrix products take most of the time."""
+    return device.type == "cuda"
+
+
+# Timing and limits
+
+
+def record_time(device: torch.device) -> Any:
+    """The current point of the device's stream, for `seconds_between`."""
     if device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)
@@ -100,12 +199,31 @@ def now(device: torch.device) -> Any:
 
 
 def seconds_between(start: Any, end: Any) -> float:
-    """Both moments must have passed: synchronise first."""
+    """Synchronise the device first."""
     return end - start if isinstance(end, float) else start.elapsed_time(end) / 1000
 
 
+def is_reached(point: Any) -> bool:
+    """Whether the device's stream has reached a point of `record_time`. The host does not wait."""
+    return isinstance(point, float) or bool(point.query())
+
+
+def dump_flight_recorder(device: torch.device, path: Path) -> None:
+    """Writes the last NCCL collectives, as torch's flight recorder kept them, for `torchfrtrace`; no effect without
+    NCCL, or in a torch without the recorder."""
+    dump = getattr(getattr(torch._C, "_distributed_c10d", None), "_dump_nccl_trace", None)
+    if device.type == "cuda" and dump is not None:
+        path.write_bytes(dump())
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's stream."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
 def peak_memory(device: torch.device) -> int:
-    """Most bytes ever held: of the device's allocator, or of this process."""
+    """Peak bytes: of the GPU's allocator, or, on the CPU, of this process (0 where the system does not tell)."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     try:
@@ -116,14 +234,76 @@ def peak_memory(device: torch.device) -> int:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Dense bf16 operations a second the device is sold with; None where that is not known."""
+    """Dense bf16 FLOP/s by the vendor's data sheet; None where not known."""
     if device.type != "cuda":
         return None
-    name = torch.cuda.get_device_name(device)
-    return next((flops for part, flops in PEAK_FLOPS.items() if part in name), None)
+    device_name = torch.cuda.get_device_name(device)
+    return next((flops for name, flops in PEAK_FLOPS.items() if name in device_name), None)
 
 
-def synchronize(device: torch.device) -> None:
-    """Wait for queued work, for honest timing."""
+# What a device is, for `xgram-dist doctor`
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def device_versions(device: torch.device) -> dict[str, str]:
+    """Versions of what torch runs on: CUDA, cuDNN, NCCL and the driver; empty on the CPU."""
+    if device.type != "cuda":
+        return {}
+    driver = Path("/proc/driver/nvidia/version")
+    words = driver.read_text(encoding="utf-8").split() if driver.exists() else []
+    return {
+        "CUDA": str(torch.version.cuda),
+        "cuDNN": str(torch.backends.cudnn.version()),
+        "NCCL": ".".join(map(str, torch.cuda.nccl.version())),  # type: ignore[no-untyped-call]
+        "driver": next((word for word in words if word[:1].isdigit() and "." in word), "?"),
+    }
+
+
+def unused_gpu() -> str:
+    """Why torch does not use a GPU that the machine has; empty: it has none, or it is used."""
+    if torch.cuda.is_available() or not Path("/proc/driver/nvidia/version").exists():
+        return ""
+    if torch.version.cuda is None:
+        return "this torch is built without CUDA"
+    if os.environ.get("CUDA_VISIBLE_DEVICES") == "":
+        return "CUDA_VISIBLE_DEVICES hides the GPUs"
+    return f"CUDA {torch.version.cuda} of this torch does not start; the driver may be too old"
+
+
+def free_and_total_memory(device: torch.device) -> tuple[int, int]:
+    """Bytes of the GPU, or, on the CPU, of the host."""
     if device.type == "cuda":
-        torch.cuda.synchronize(device)
+        return torch.cuda.mem_get_info(device)
+    lines = Path("/proc/meminfo").read_text(encoding="utf-8").splitlines()
+    found = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines if line.endswith("kB")}
+    return found["MemAvailable"], found["MemTotal"]
+
+
+def release_cached_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+@contextlib.contextmanager
+def record_host_waits(device: torch.device) -> Iterator[list[str]]:
+    """Collects `file:line` of each operation within the block for which the host waits for the device; on the CPU,
+    none. Waits of other threads count too."""
+    found: list[str] = []
+    if device.type != "cuda":
+        yield found
+        return
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.cuda.set_sync_debug_mode("warn")
+        try:
+            yield found
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    found += [
+        f"{'/'.join(Path(one.filename).parts[-2:])}:{one.lineno}"
+        for one in caught
+        if "synchronizing CUDA operation" in str(one.message)
+    ]

@@ -1,46 +1,95 @@
-"""The axes of a run: who shares what with whom.
+"""The mesh: which ranks share what. Every process group of a run is made in this file.
 
-    world = data x tensor          tensor is innermost: neighbours share a layer
-    data  = replicate x shard      where the backbone is sharded (HSDP); shard is the inner of the two
+    world = data x tensor          tensor is the innermost axis: neighbouring ranks share a layer
+    data  = replicate x shard      of a sharded backbone (HSDP); shard is the inner of the two
 
-Batches and table rows are spread over the data axis; columns of matrices and tables over the tensor axis. Groups are
-made once, here, in the same order on every rank. Any number of ranks will do, as long as the degrees divide it.
+Batches and table rows are sharded over the data axis; columns of matrices and tables over the tensor axis. Every rank
+makes all groups of the world's backend, in the same order; the members of a group make its gloo twin. Any number of
+ranks works that the degrees divide.
+
+    init_world           the world and its gloo twin, from the environment that torchrun, srun or `train --ranks` set:
+                         RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    build_mesh           the groups of each axis and their gloo twins
+    new_host_group       one more gloo group of the world, for a thread that runs collectives of its own
+    EngineGroups         torch's groups as FSDP2 and DeepSpeed want them: also for an axis of one rank
+    build_device_mesh    the data axis as FSDP2's device mesh
 """
 
+import os
 from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.distributed_c10d import PrefixStore
+from torch.distributed.rendezvous import rendezvous
 
 from xgram_dist.config import Config
-from xgram_dist.parallel.degrees import check_degrees
-from xgram_dist.parallel.ranks import Ranks
+from xgram_dist.config.validate import check_degrees
+from xgram_dist.errors import UserError
+from xgram_dist.parallel.device import collective_options, gpu_id
+from xgram_dist.parallel.process_group import ProcessGroup
+
+START_SECONDS = 300.0
+"""How much later than each other ranks may start."""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    world: Ranks
-    data: Ranks
-    tensor: Ranks
-    replicate: Ranks
-    shard: Ranks
+    world: ProcessGroup
+    data: ProcessGroup
+    tensor: ProcessGroup
+    replicate: ProcessGroup
+    shard: ProcessGroup
 
     def __str__(self) -> str:
-        parts = f"{self.world.size} ranks = {self.data.size} data x {self.tensor.size} tensor"
-        return parts + (f" (data = {self.replicate.size} replicate x {self.shard.size} shard)" if self.split else "")
+        axes = f"{self.world.size} ranks = {self.data.size} data x {self.tensor.size} tensor"
+        if self.is_hybrid:
+            axes += f" (data = {self.replicate.size} replicate x {self.shard.size} shard)"
+        return axes
 
     @property
-    def split(self) -> bool:
+    def is_hybrid(self) -> bool:
+        """Whether the backbone is sharded within groups of ranks and replicated across them (HSDP)."""
         return self.replicate.size > 1
 
 
-def single_mesh(ranks: Ranks | None = None) -> Mesh:
+# The world and its axes
+
+
+def init_world(device: torch.device, timeout: float = 600.0) -> ProcessGroup:
+    """Joins the ranks that the environment describes. `timeout`: seconds a collective may take.
+
+    torch's own limit is higher than `timeout`. `Phases.watch` enforces `timeout`, because it can name step and phase,
+    and because ranks may start at different times.
+    """
+    size = int(os.environ.get("WORLD_SIZE", "1"))
+    if size == 1:
+        return ProcessGroup()
+    limit = timedelta(seconds=timeout + START_SECONDS)
+    store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
+    # torchrun keeps one store over its restarts: without a prefix, ranks would find addresses of the last attempt.
+    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    gpu = gpu_id(device)
+    if gpu is not None and store.add(f"ranks-of-gpu-{gpu}", 1) > 1:
+        raise UserError(
+            f"rank {rank} shares a GPU with another rank; start one rank per GPU, give each rank its own "
+            f"(srun --gpus-per-task=1), or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
+        )
+    dist.init_process_group(**collective_options(device), store=store, rank=rank, world_size=size, timeout=limit)
+    host = ProcessGroup(rank, size, dist.new_group(backend="gloo", timeout=limit), timeout=limit)
+    return ProcessGroup(rank, size, dist.group.WORLD, host, limit)
+
+
+def single_mesh(ranks: ProcessGroup | None = None) -> Mesh:
     """All ranks on the data axis."""
-    world = ranks or Ranks()
-    return Mesh(world, world, Ranks(), Ranks(), world)
+    world = ranks or ProcessGroup()
+    return Mesh(world, world, ProcessGroup(), ProcessGroup(), world)
 
 
-def build_mesh(config: Config, world: Ranks) -> Mesh:
+def build_mesh(config: Config, world: ProcessGroup) -> Mesh:
     check_degrees(config, world.size)
     tensor, replicate = config.parallel.tensor, config.parallel.replicate
     if tensor == 1 and replicate == 1:
@@ -50,23 +99,75 @@ def build_mesh(config: Config, world: Ranks) -> Mesh:
     grid = torch.arange(world.size).view(replicate, shard, tensor)
     return Mesh(
         world=world,
-        data=_axis(world, [grid[:, :, t].reshape(-1).tolist() for t in range(tensor)]),
-        tensor=_axis(world, grid.view(data, tensor).tolist()),
-        replicate=_axis(world, [grid[:, s, t].tolist() for s in range(shard) for t in range(tensor)]),
-        shard=_axis(world, [grid[r, :, t].tolist() for r in range(replicate) for t in range(tensor)]),
+        data=_build_axis(world, [grid[:, :, t].reshape(-1).tolist() for t in range(tensor)]),
+        tensor=_build_axis(world, grid.view(data, tensor).tolist()),
+        replicate=_build_axis(world, [grid[:, s, t].tolist() for s in range(shard) for t in range(tensor)]),
+        shard=_build_axis(world, [grid[r, :, t].tolist() for r in range(replicate) for t in range(tensor)]),
     )
 
 
-def _axis(world: Ranks, groups: list[list[int]]) -> Ranks:
-    """This rank's group of one axis; every rank makes all of them, in the same order."""
-    mine = Ranks()
+def _build_axis(world: ProcessGroup, groups: list[list[int]]) -> ProcessGroup:
+    """This rank's group of one axis. `groups`: the ranks of every group of the axis; each rank makes all of them."""
+    own = ProcessGroup()
     for members in groups:
         if len(members) == 1:
             continue
         group = dist.new_group(members, timeout=world.timeout)
-        host = dist.new_group(members, backend="gloo", timeout=world.timeout)
         if world.rank in members:
-            place = members.index(world.rank)
-            mine = Ranks(place, len(members), group, Ranks(place, len(members), host))
-            mine.timeout, mine.phases = world.timeout, world.phases
-    return mine
+            # Members alone make the gloo twin: beside an NCCL world, torch would make the others wait for a split of
+            # its communicator that gloo never asks for.
+            host_group = dist.new_group(members, backend="gloo", timeout=world.timeout, use_local_synchronization=True)
+            rank, size = members.index(world.rank), len(members)
+            host = ProcessGroup(rank, size, host_group, timeout=world.timeout)
+            own = ProcessGroup(rank, size, group, host, world.timeout, world.phases)
+    return own
+
+
+def new_host_group(world: ProcessGroup) -> ProcessGroup:
+    """One more gloo group of all ranks, for a thread whose collectives must not mix with others. All ranks call it."""
+    if world.size == 1:
+        return ProcessGroup()
+    group = dist.new_group(backend="gloo", timeout=world.timeout)
+    return ProcessGroup(world.rank, world.size, group, timeout=world.timeout)
+
+
+# Groups for FSDP2 and DeepSpeed
+
+
+class EngineGroups:
+    """torch's process group of each axis. FSDP2 and DeepSpeed want one for an axis of one rank, too, and for a run of
+    one process; `close` destroys what was made for the latter."""
+
+    def __init__(self, device: torch.device):
+        self._owns_world = not dist.is_initialized()
+        if self._owns_world:
+            store = dist.HashStore()  # type: ignore[attr-defined]
+            dist.init_process_group(**collective_options(device), store=store, rank=0, world_size=1)
+        self._single_rank: Any = None
+
+    def group_of(self, axis: ProcessGroup) -> Any:
+        if axis.size > 1:
+            return axis.group
+        if dist.get_world_size() == 1:
+            return dist.group.WORLD
+        if self._single_rank is None:
+            self._single_rank = dist.new_group([dist.get_rank()], timeout=axis.timeout, use_local_synchronization=True)
+        return self._single_rank
+
+    def close(self) -> None:
+        if self._owns_world and dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def build_device_mesh(mesh: Mesh, groups: EngineGroups, device: torch.device) -> DeviceMesh:
+    """The data axis for FSDP2: (shard), or (replicate, shard)."""
+    shard = groups.group_of(mesh.shard)
+    if not mesh.is_hybrid:
+        return DeviceMesh.from_group(shard, device.type, mesh_dim_names=("shard",))
+    ranks = torch.tensor(dist.get_process_group_ranks(groups.group_of(mesh.data)))
+    return DeviceMesh.from_group(
+        [groups.group_of(mesh.replicate), shard],
+        device.type,
+        mesh=ranks.view(mesh.replicate.size, mesh.shard.size),
+        mesh_dim_names=("replicate", "shard"),
+    )

@@ -1,7 +1,8 @@
-"""What a run says: one status line an interval on screen, every record as a JSON line and in TensorBoard.
+"""The records of a run: metrics.jsonl, TensorBoard, and the status line on screen.
 
-metrics.jsonl holds one object a line with `kind` (train, validation, memory, checkpoint, eval, diagnose, skipped, end)
-and `step`; it is flushed line by line, so a killed run keeps all it has said.
+metrics.jsonl holds one JSON object a line with `kind` (train, validation, memory, checkpoint, eval, diagnose, skipped,
+end), `step` and `seconds` since the process started. It is unbuffered, so a killed run loses no record. A disk that is
+full does not end a run: unwritten records are kept and written with the next one.
 """
 
 import json
@@ -12,23 +13,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from xgram_dist.progress import duration
+from xgram_dist.console import format_duration
 
 
 class Metrics:
+    """Writes the records of a run; held by the first rank."""
+
     def __init__(self, folder: Path):
         from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only here
 
         self._file = (folder / "metrics.jsonl").open("ab", buffering=0)
-        self._waiting = b""
+        self._unwritten = b""
         self._board: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
         self._start = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
-        # A loss that is not finite is no JSON number; null says the same to every reader.
+        # JSON has no infinity and no NaN; null stands for both.
         clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
         record = {"kind": kind, "step": step, "seconds": round(time.monotonic() - self._start, 3), **clean}
-        self._waiting += json.dumps(record).encode() + b"\n"
+        self._unwritten += json.dumps(record).encode() + b"\n"
         self._flush()
         numbers = {f"{kind}/{name}": value for name, value in clean.items() if isinstance(value, int | float)}
         self._to_board(lambda board: [board.add_scalar(name, value, step) for name, value in numbers.items()])
@@ -39,33 +42,32 @@ class Metrics:
         self._to_board(lambda board: board.close())
 
     def _flush(self) -> None:
-        """A disk that is full does not end a run: what could not be written waits for the next time."""
         try:
-            while self._waiting:
-                self._waiting = self._waiting[self._file.write(self._waiting) or 0 :]
+            while self._unwritten:
+                self._unwritten = self._unwritten[self._file.write(self._unwritten) or 0 :]
         except OSError as error:
-            _complain(f"cannot write '{self._file.name}': {error.strerror}; what is missing is written when it can be")
+            _warn(f"cannot write '{self._file.name}': {error.strerror}; its records are kept and written later")
 
-    def _to_board(self, work: Callable[[Any], object]) -> None:
+    def _to_board(self, call: Callable[[Any], object]) -> None:
         try:
             if self._board is not None:
-                work(self._board)
+                call(self._board)
         except OSError as error:
             self._board = None
-            _complain(f"cannot write to TensorBoard: {error.strerror}; metrics.jsonl has it all")
+            _warn(f"cannot write to TensorBoard: {error.strerror}; metrics.jsonl has every record")
 
 
-def _complain(text: str) -> None:
+def _warn(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
 def perplexity(cross_entropy: float) -> float:
-    """exp, without overflow for a loss that has gone astray."""
+    """exp(cross-entropy), infinite where that overflows."""
     return math.exp(cross_entropy) if cross_entropy < 700 else math.inf
 
 
 def status_line(step: int, steps: int, values: dict[str, Any], seconds_left: float | None) -> str:
-    left = "" if seconds_left is None else f"  {duration(seconds_left)} left"
+    left = "" if seconds_left is None else f"  {format_duration(seconds_left)} left"
     return (
         f"step {step:>{len(str(steps))}}/{steps}  loss {values['loss']:.4f}  ppl {values['perplexity']:.2f}  "
         f"{values['tokens_per_second']:,.0f} tok/s  lr {values['learning_rate']:.2e}  "

@@ -7,14 +7,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from xgram_dist.bench.engine.layout import PaperModel, layout_config, layout_frequencies, padded_accesses
-from xgram_dist.bench.engine.turns import SentBytes
+from xgram_dist.bench.engine import SentBytes
+from xgram_dist.bench.paper_layout import PaperModel, layout_config, layout_frequencies, padded_accesses
 from xgram_dist.cli.main import main
-from xgram_dist.memory.layout import num_views, routing_settings
-from xgram_dist.memory.routing.build import build_routing
-from xgram_dist.memory.routing.views import View
-from xgram_dist.memory.tables import Tables
 from xgram_dist.model.build import build_model
+from xgram_dist.model.methods.base import table_layout
+from xgram_dist.tables.exchange import ShardedTables
+from xgram_dist.tables.layout import routing_settings
+from xgram_dist.tables.routing import View
+from xgram_dist.tables.routing_build import build_routing
 
 
 @pytest.mark.parametrize(
@@ -48,10 +49,10 @@ def test_access_lists_are_filled_up_with_nothing() -> None:
 def test_dense_tables_in_the_module_give_the_loss_of_the_working_set() -> None:
     chances = layout_frequencies(None, 2048)
     config = layout_config(2048, 1, 4)
-    routing = build_routing(chances, routing_settings(config), num_views(config))
+    routing = build_routing(chances, routing_settings(config), table_layout(config).num_views)
     tokens = torch.from_numpy(np.random.default_rng(0).choice(2048, size=(1, 2, 16), p=chances))
     warmup = torch.tensor(0.7, dtype=torch.float64)
-    tables = Tables(config, routing, torch.device("cpu"))
+    tables = ShardedTables(config, table_layout(config), routing, torch.device("cpu"))
     working = tables.fetch(tables.plan(tokens).result()[0], training=False)
     tables.close()
     with torch.no_grad():

@@ -1,5 +1,6 @@
 """The commands' outside: help, exit codes, and mistakes as one line."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -30,8 +31,8 @@ def test_the_help_lists_every_command_with_what_it_does(capsys: pytest.CaptureFi
         main(["--help"])
     assert end.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
-    for command, summary in COMMANDS.items():
-        assert f"{command} {summary}" in text
+    for command, entry in COMMANDS.items():
+        assert f"{command} {entry.help}" in text
 
 
 def test_no_command_prints_the_help_and_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
@@ -114,12 +115,12 @@ def test_a_word_too_many_is_refused_where_there_are_no_overrides(capsys: pytest.
 
 
 def test_a_bug_is_not_hidden_behind_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    import xgram_dist.plan.budget
+    import xgram_dist.estimate.flops
 
     def broken(config: object) -> None:
         raise AssertionError("a bug")
 
-    monkeypatch.setattr(xgram_dist.plan.budget, "plan_budget", broken)
+    monkeypatch.setattr(xgram_dist.estimate.flops, "plan_budget", broken)
     with pytest.raises(AssertionError, match="a bug"):
         main(["plan", TINY])
 
@@ -127,12 +128,12 @@ def test_a_bug_is_not_hidden_behind_a_sentence(monkeypatch: pytest.MonkeyPatch) 
 def test_ctrl_c_is_exit_code_130_without_a_traceback(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    import xgram_dist.plan.budget
+    import xgram_dist.estimate.flops
 
     def interrupted(config: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(xgram_dist.plan.budget, "plan_budget", interrupted)
+    monkeypatch.setattr(xgram_dist.estimate.flops, "plan_budget", interrupted)
     assert main(["plan", TINY]) == 130
     assert capsys.readouterr().err == "xgram-dist plan: stopped by Ctrl-C\n"
 
@@ -149,16 +150,22 @@ def test_a_reader_that_goes_away_leaves_no_traceback() -> None:
     assert (process.wait(timeout=60), errors) == (141, b"")
 
 
-def test_help_does_not_import_torch() -> None:
+def test_help_imports_nothing_heavy() -> None:
     script = (
         "import sys\nfrom xgram_dist.cli.main import COMMANDS, main\n"
         "for command in COMMANDS:\n    try:\n        main([command, '--help'])\n    except SystemExit:\n        pass\n"
-        "print(sorted({'torch', 'streaming', 'pydantic', 'matplotlib'} & set(sys.modules)), len(COMMANDS))\n"
+        "print(sorted({'torch', 'streaming', 'pydantic', 'yaml', 'matplotlib'} & set(sys.modules)), len(COMMANDS))\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", script], capture_output=True, text=True, check=True, cwd=RECIPES.parent
     )
     assert done.stdout.splitlines()[-1] == f"[] {len(cli.COMMANDS)}"
+
+
+def test_every_module_lists_exactly_its_commands() -> None:
+    for module in {entry.module for entry in COMMANDS.values()}:
+        listed = importlib.import_module(f"xgram_dist.cli.{module}").COMMANDS
+        assert set(listed) == {name for name, entry in COMMANDS.items() if entry.module == module}
 
 
 def test_plan_prints_a_table_and_the_same_figures_as_json(capsys: pytest.CaptureFixture[str]) -> None:

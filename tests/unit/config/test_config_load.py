@@ -1,5 +1,6 @@
 """Reading recipes: `extends`, overrides, YAML as it is meant, and a dump that loads to the same config."""
 
+import copy
 import os
 import string
 from pathlib import Path
@@ -12,7 +13,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from xgram_dist.config import Config, build_config, dump_config, load_config
+from xgram_dist.config import Config, build_config, dump_config, is_saved_as, load, load_config
 from xgram_dist.errors import UserError
 
 
@@ -146,11 +147,11 @@ def test_yaml_merge_keys_work(tmp_path: Path) -> None:
     assert (sites["h"].views, sites["h"].kernels) == (1, (3,))
 
 
-def test_a_key_that_stands_twice_is_refused_with_its_line(recipe: Path) -> None:
+def test_a_duplicate_key_is_refused_with_its_line(recipe: Path) -> None:
     recipe.write_text("name: a\nmodel: {}\nname: b\n")
     sentence = refusal(recipe)
     assert "line 3" in sentence
-    assert "'name' stands twice" in sentence
+    assert "duplicate key 'name'" in sentence
 
 
 @pytest.mark.parametrize(
@@ -250,6 +251,54 @@ def test_a_dump_loads_to_the_same_config(
     file = tmp_path_factory.mktemp("dump") / "config.yaml"
     file.write_text(dump_config(config), encoding="utf-8")
     assert load_config(file) == config
+
+
+@pytest.mark.parametrize("key", sorted(load.REMOVED_KEYS))
+def test_a_removed_key_with_its_default_is_ignored(recipe: Path, key: str) -> None:
+    assert load_config(recipe, [f"{key}=null"]) == load_config(recipe)
+
+
+def test_a_config_saved_by_an_earlier_version_is_the_same_config(recipe: Path, tmp_path: Path) -> None:
+    config = load_config(recipe)
+    tree = config.model_dump(mode="json")
+    tree["memory"]["learning_rate"] |= {"cap": None, "vip_cap": None}
+    before = copy.deepcopy(tree)
+    assert build_config(tree) == config
+    assert tree == before  # the caller's tree is not changed
+    saved = tmp_path / "config.yaml"
+    saved.write_text(yaml.safe_dump(tree))
+    assert is_saved_as(config, saved)
+    assert not is_saved_as(load_config(recipe, ["train.steps=77"]), saved)
+    assert not is_saved_as(config, tmp_path / "gone.yaml")
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
+    [
+        ("memory.learning_rate.cap=2.0", "set memory.learning_rate.multiplier "),
+        ("memory.learning_rate.vip_cap=1", "set memory.learning_rate.vip_multiplier "),
+    ],
+)
+def test_a_removed_key_with_a_value_is_refused_with_the_way_out(recipe: Path, override: str, advice: str) -> None:
+    sentence = refusal(recipe, override)
+    assert sentence.startswith(override.replace("=", " = ") + ": this key was removed; take it out, and ")
+    assert advice in sentence
+
+
+def test_a_renamed_key_is_accepted_with_a_hint(
+    recipe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(load.RENAMED_KEYS, "training.batch", "train.global_batch")
+    assert load_config(recipe).train.global_batch == 16
+    assert capsys.readouterr().err == ""
+    assert "both are set" in refusal(recipe, "training.batch=32")
+    capsys.readouterr()
+    tree = small_tree()
+    del tree["train"]["global_batch"]
+    old = write_recipe(recipe.with_name("old.yaml"), tree | {"training": {"batch": 32}})
+    assert load_config(old).train.global_batch == 32
+    hint = f"recipe '{old}': the key training.batch is now called train.global_batch; please rename it\n"
+    assert capsys.readouterr().err == hint
 
 
 def all_recipes() -> list[Path]:

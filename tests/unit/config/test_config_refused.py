@@ -7,8 +7,9 @@ import pytest
 from config_helpers import small_tree, write_recipe
 
 from xgram_dist.config import build_config, load_config
-from xgram_dist.config.check import accumulation, check_files
+from xgram_dist.config.validate import accumulation
 from xgram_dist.errors import UserError
+from xgram_dist.model.methods.base import check_files, check_method
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -24,7 +25,7 @@ def changed(changes: dict[str, Any]) -> dict[str, Any]:
 
 def refusal(changes: dict[str, Any]) -> str:
     with pytest.raises(UserError) as error:
-        build_config(changed(changes))
+        check_method(build_config(changed(changes)))
     sentence = str(error.value)
     assert "\n" not in sentence
     return sentence
@@ -184,7 +185,7 @@ def test_keys_that_cannot_stand_together_are_named_with_their_values(changes: di
     ],
 )
 def test_what_is_just_within_the_limits_is_taken(changes: dict[str, Any]) -> None:
-    build_config(changed(changes))
+    check_method(build_config(changed(changes)))
 
 
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 4), (2, 2), (4, 1)])
@@ -270,7 +271,7 @@ def test_what_a_method_does_not_read_is_refused_by_name(memory: dict[str, Any], 
     tree = small_tree()
     tree["memory"] = memory
     with pytest.raises(UserError) as refused:
-        build_config(tree)
+        check_method(build_config(tree))
     for part in parts:
         assert part in str(refused.value)
 
@@ -281,4 +282,4 @@ def test_sequence_parallelism_is_refused_by_the_methods_name(method: str) -> Non
     tree["memory"] = {"method": method, "compression": 1.0}
     tree["parallel"] = {"tensor": 2, "sequence_parallel": True}
     with pytest.raises(UserError, match=f"sequence_parallel is not offered with memory.method = {method}"):
-        build_config(tree)
+        check_method(build_config(tree))

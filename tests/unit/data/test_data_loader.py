@@ -284,14 +284,19 @@ def test_validation_batches_are_fixed_and_proportional(mixed: Path) -> None:
 
 def test_streaming_is_imported_without_torchvision_or_transformers() -> None:
     names = "{'torchvision', 'transformers', 'streaming'}"
-    script = f"import sys, xgram_dist.data.loader; print(sorted({names} & set(sys.modules)))"
+    script = (
+        "import sys, xgram_dist.data.loader, xgram_dist.data.prepare\n"
+        "print(any(name.startswith('streaming') for name in sys.modules))\n"  # lazily
+        "from xgram_dist.data.streaming_import import streaming\n"
+        f"print(streaming().MDSWriter.__name__, sorted({names} & set(sys.modules)))\n"
+    )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
-    assert done.stdout.strip() == "[]"
+    assert done.stdout.splitlines() == ["False", "MDSWriter []"]
 
 
 def test_the_loader_follows_the_order(mixed: Path) -> None:
     data = PreparedData.open(mixed)
-    places = GlobalOrder(data.shard_chunks, 4, 5, [0.5, 0.3, 0.2]).places(0, 40)
+    expected = GlobalOrder(data.shard_chunks, 4, 5, [0.5, 0.3, 0.2]).samples(0, 40)
     with Loader(data, **BATCH) as loader:
         drawn = np.concatenate([next(loader).samples.chunk for _ in range(5)])
-    assert drawn.tolist() == places.chunk.tolist()
+    assert drawn.tolist() == expected.chunk.tolist()

@@ -26,11 +26,11 @@ def test_every_epoch_of_every_source_covers_each_sequence_exactly_once(
     mix: list[list[int]], per_chunk: int, seed: int, block: int
 ) -> None:
     order = GlobalOrder(mix, per_chunk, seed, block_chunks=block)
-    places = order.places(0, 3 * sum(map(sum, mix)) * per_chunk)
+    samples = order.samples(0, 3 * sum(map(sum, mix)) * per_chunk)
     for source, sizes in enumerate(mix):
         size = sum(sizes) * per_chunk
-        rows = places.source == source
-        drawn = (places.chunk * per_chunk + places.sequence)[rows]
+        rows = samples.source == source
+        drawn = (samples.chunk * per_chunk + samples.sequence)[rows]
         for epoch in range(len(drawn) // size):
             assert sorted(drawn[epoch * size : (epoch + 1) * size]) == list(range(size))
 
@@ -38,8 +38,8 @@ def test_every_epoch_of_every_source_covers_each_sequence_exactly_once(
 @settings(max_examples=40, deadline=None)
 @given(mixes, st.integers(0, 2**40), st.integers(0, 300), st.integers(1, 50))
 def test_a_place_depends_on_its_number_alone(mix: list[list[int]], seed: int, first: int, count: int) -> None:
-    whole = GlobalOrder(mix, 3, seed).places(0, first + count)
-    part = GlobalOrder(mix, 3, seed).places(first, count)
+    whole = GlobalOrder(mix, 3, seed).samples(0, first + count)
+    part = GlobalOrder(mix, 3, seed).samples(first, count)
     for name in ("source", "chunk", "sequence"):
         assert getattr(part, name).tolist() == getattr(whole, name)[first:].tolist()
 
@@ -57,16 +57,16 @@ def test_shares_of_sources_are_exact_over_short_spans(weights: list[float], seed
 
 def test_sequences_of_a_block_come_from_few_shards_so_that_data_can_be_streamed() -> None:
     order = GlobalOrder([[10] * 100], 5, seed=7, block_chunks=30)
-    places = order.places(0, 100 * 10 * 5)
+    samples = order.samples(0, 100 * 10 * 5)
     for start in range(0, 5000, 150):
-        assert len(set(places.chunk[start : start + 150] // 10)) <= 3
-    assert places.chunk[:5].tolist() != sorted(places.chunk[:5])
+        assert len(set(samples.chunk[start : start + 150] // 10)) <= 3
+    assert samples.chunk[:5].tolist() != sorted(samples.chunk[:5])
 
 
 def test_seeds_and_epochs_give_other_orders() -> None:
     def drawn(seed: int, first: int) -> list[int]:
-        places = GlobalOrder([[50]], 4, seed).places(first, 200)
-        return list(places.chunk * 4 + places.sequence)
+        samples = GlobalOrder([[50]], 4, seed).samples(first, 200)
+        return list(samples.chunk * 4 + samples.sequence)
 
     assert drawn(1, 0) != drawn(2, 0)
     assert drawn(1, 0) != drawn(1, 200)
@@ -78,8 +78,8 @@ FROZEN = [[0, 6, 0], [0, 2, 1], [0, 0, 1], [0, 4, 1], [1, 3, 0], [0, 3, 1], [0, 
 
 def test_the_order_of_a_seed_is_frozen() -> None:
     """A change here changes what every resumed run sees."""
-    places = GlobalOrder([[3, 4], [5]], 2, seed=17, weights=[0.7, 0.3]).places(1_000_003, 8)
-    assert [list(map(int, row)) for row in zip(places.source, places.chunk, places.sequence, strict=True)] == FROZEN
+    samples = GlobalOrder([[3, 4], [5]], 2, seed=17, weights=[0.7, 0.3]).samples(1_000_003, 8)
+    assert [list(map(int, row)) for row in zip(samples.source, samples.chunk, samples.sequence, strict=True)] == FROZEN
 
 
 @pytest.mark.parametrize("weights", [[1.0, 0.0], [0.0, 1.0], [0.0, 1.0, 0.0]])

@@ -11,13 +11,13 @@ from inference_helpers import recipe, trained
 
 from xgram_dist.cli.main import main
 from xgram_dist.errors import UserError
-from xgram_dist.eval.harness import HarnessModel
-from xgram_dist.eval.results import Evaluated, run_harness
+from xgram_dist.eval.lm_eval_adapter import HarnessModel, run_harness
+from xgram_dist.eval.paper_suite import COLUMNS, PAPER, paper_rows
+from xgram_dist.eval.results import EvaluationResult
 from xgram_dist.eval.scoring import CheckpointScorer
-from xgram_dist.eval.suite import COLUMNS, PAPER, paper_rows
 from xgram_dist.eval.tasks import load_tasks
-from xgram_dist.export.hf import export_hf
-from xgram_dist.inference.open import Checkpoint
+from xgram_dist.inference.export import export_hf
+from xgram_dist.inference.model import Checkpoint
 from xgram_dist.parallel.mesh import single_mesh
 
 CPU = torch.device("cpu")
@@ -64,8 +64,8 @@ def results(model: Any, benchmarks: Path, scratch: Path, shots: int | None = Non
         return answers[-len(requests) :]
 
     model.loglikelihood = keep
-    if not hasattr(model, "crew"):
-        model.crew = type("Nobody", (), {"dismiss": lambda self: None})()
+    if not hasattr(model, "pool"):
+        model.pool = type("NoPool", (), {"shut_down": lambda self: None})()
     return run_harness(model, load_tasks(TASKS, benchmarks, scratch, shots), None)["results"], answers
 
 
@@ -140,7 +140,7 @@ def test_the_command_writes_lm_evals_results_and_the_papers_table(
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--tasks", "pi qa"], "'pi qa' is no name of a task; did you mean 'piqa'?"),
+        (["--tasks", "pi qa"], "'pi qa' is not a task name; did you mean 'piqa'?"),
         (["--tasks", "piqa", "--data", "nowhere"], "--data 'nowhere' is not a folder"),
         (["--tasks", "openbookqa"], "the data of task 'openbookqa' is missing: there is no"),
         (["--tasks", "sciq", "--shots", "3"], None),
@@ -171,7 +171,7 @@ def test_bad_input_is_one_sentence_before_the_model_is_loaded(
 def test_unknown_tasks_are_answered_with_near_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from xgram_dist.eval import tasks
 
-    monkeypatch.setattr(tasks, "_all_tasks", lambda: {"lambada_openai": None, "hellaswag": None})
+    monkeypatch.setattr(tasks, "_task_index", lambda: {"lambada_openai": None, "hellaswag": None})
     with pytest.raises(UserError, match="unknown task 'lambda_openai'; did you mean 'lambada_openai'"):
         load_tasks(["lambda_openai"], None, tmp_path)
 
@@ -210,7 +210,7 @@ def test_the_papers_averages_are_the_means_of_its_rows() -> None:
 def test_the_average_is_over_the_papers_ten() -> None:
     results = {one.name: {"acc,none": 0.1 * n, "acc_stderr,none": 9.0} for n, one in enumerate(PAPER)}
     results["sciq"]["acc_norm,none"] = 1.0
-    made = Evaluated("x", 1, 0, {"results": results, "group_subtasks": {}})
+    made = EvaluationResult("x", 1, 0, {"results": results, "group_subtasks": {}})
     assert made.scores["sciq"] == 100
     assert made.scores["average"] == pytest.approx((100 + sum(10 * n for n in range(1, 10))) / 10)
 

@@ -12,7 +12,7 @@ from inference_helpers import recipe, trained, training_logits
 from xgram_dist.cli.main import main
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.eval.perplexity import bands_of
-from xgram_dist.inference.open import Checkpoint
+from xgram_dist.inference.model import Checkpoint
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,7 @@ def test_bands_are_the_training_models_losses_grouped(run, data: Path, capsys: p
     assert found["all"]["tokens"] == losses.numel()
     assert found["all"]["loss"] == pytest.approx(float(losses.mean()), rel=1e-5)
     assert found["sources"]["web"] == found["all"]
-    routing = Checkpoint.find(folder).routing()
+    routing = Checkpoint.find(folder).reader.routing
     assert routing is not None
     sparse = set()
     for token in range(routing.vocabulary):  # a token is sparse or VIP where its first row serves it alone
@@ -59,7 +59,7 @@ def test_bands_are_the_training_models_losses_grouped(run, data: Path, capsys: p
 
 
 def test_the_most_frequent_tokens_are_vip(run) -> None:
-    routing = Checkpoint.find(run[0]).routing()
+    routing = Checkpoint.find(run[0]).reader.routing
     assert routing is not None
     bands = bands_of(routing)
     counts = np.bincount(run[1].flatten(), minlength=routing.vocabulary)

@@ -8,7 +8,7 @@ from train_helpers import small_config
 
 from xgram_dist.config import Config
 from xgram_dist.optim.schedule import warmup_factor
-from xgram_dist.train.loop import Trainer
+from xgram_dist.train.trainer import Trainer
 
 SITES: dict[str, dict[str, Any]] = {
     "v": {"v": {"views": 2, "kernels": [3, 5]}},
@@ -54,7 +54,7 @@ def trained(config: Config, folder: Path) -> Trainer:
 @torch.no_grad()
 def training_logits(trainer: Trainer, tokens_BT: torch.Tensor) -> torch.Tensor:
     """Of the training model itself, with its own tables."""
-    model, lookup = trainer.engine.model, trainer.lookup  # type: ignore[attr-defined]
+    model, lookup = trainer.engine.model, trainer.lookup
     window = lookup.planner.plan(tokens_BT, whole=True)[0]  # type: ignore[attr-defined]
     working = lookup.fetch(window, training=False)
     warmup = torch.tensor(warmup_factor(trainer.config, trainer.config.train.steps), dtype=torch.float64)

@@ -8,8 +8,8 @@ import torch
 from inference_helpers import recipe, some_tokens, trained, training_logits
 
 from xgram_dist.errors import UserError
-from xgram_dist.inference.open import Checkpoint
-from xgram_dist.train.loop import Trainer
+from xgram_dist.inference.model import Checkpoint
+from xgram_dist.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 
@@ -44,16 +44,16 @@ def test_logits_are_those_of_the_training_model(data: Path, tmp_path: Path, site
 
 
 def _vanilla_logits(trainer: Trainer, tokens: torch.Tensor) -> torch.Tensor:
-    model = trainer.engine.model  # type: ignore[attr-defined]
+    model = trainer.engine.model
     with torch.no_grad():
         return model(tokens, tokens, {}, torch.tensor(1.0)) @ model.head.weight.T
 
 
 def test_what_is_no_checkpoint_is_refused_in_one_sentence(data: Path, tmp_path: Path) -> None:
     trained(recipe(data), tmp_path / "run")
-    with pytest.raises(UserError, match="does not exist; give a checkpoint"):
+    with pytest.raises(UserError, match="does not exist; give a folder such as"):
         Checkpoint.find(tmp_path / "nowhere")
-    with pytest.raises(UserError, match="not a complete checkpoint"):
+    with pytest.raises(UserError, match="is neither a checkpoint"):
         Checkpoint.find(tmp_path)
     folder = Checkpoint.find(tmp_path / "run").folder
     folder.rename(folder.with_name(".step-00000004.part"))

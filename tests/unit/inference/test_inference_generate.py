@@ -8,9 +8,9 @@ from inference_helpers import recipe, some_tokens, trained
 
 from xgram_dist.cli.main import main
 from xgram_dist.data.tokenizer import load_tokenizer
-from xgram_dist.inference.decoder import Cache
-from xgram_dist.inference.generate import Sampling, TextStream, choose, generate
-from xgram_dist.inference.open import Checkpoint, Model
+from xgram_dist.inference.generate import Sampling, TextStream, generate, sample
+from xgram_dist.inference.hf.decoder import Cache
+from xgram_dist.inference.model import Checkpoint, Model
 
 CPU = torch.device("cpu")
 
@@ -76,9 +76,9 @@ def test_generation_ends_where_the_context_does(model: Model) -> None:
 def test_top_p_keeps_the_likeliest_and_no_others() -> None:
     logits = torch.log(torch.tensor([[0.5, 0.3, 0.15, 0.05]])).repeat(4000, 1)
     generator = torch.Generator().manual_seed(0)
-    counts = torch.bincount(choose(logits, Sampling(1.0, 0.7), generator), minlength=4) / 4000
+    counts = torch.bincount(sample(logits, Sampling(1.0, 0.7), generator), minlength=4) / 4000
     torch.testing.assert_close(counts, torch.tensor([0.625, 0.375, 0, 0]), atol=0.03, rtol=0)
-    assert set(choose(logits, Sampling(1.0, 0.01), generator).tolist()) == {0}
+    assert set(sample(logits, Sampling(1.0, 0.01), generator).tolist()) == {0}
 
 
 def test_characters_of_several_tokens_are_shown_whole(data: Path) -> None:

@@ -10,10 +10,10 @@ from train_helpers import small_tree
 
 from xgram_dist.cli.main import main
 from xgram_dist.config import build_config
-from xgram_dist.inference.decoder import Cache
 from xgram_dist.inference.generate import generate
-from xgram_dist.inference.open import Checkpoint, Model
-from xgram_dist.train.loop import Trainer
+from xgram_dist.inference.hf.decoder import Cache
+from xgram_dist.inference.model import Checkpoint, Model
+from xgram_dist.train.trainer import Trainer
 
 CPU = torch.device("cpu")
 MEMORY: dict[str, dict[str, Any]] = {
@@ -60,7 +60,7 @@ def tokens_of(model: Model, *shape: int) -> torch.Tensor:
 def training_logits(trainer: Trainer, tokens_BT: torch.Tensor) -> torch.Tensor:
     from xgram_dist.model.build import build_lookup
 
-    network, lookup = trainer.engine.model, trainer.lookup  # type: ignore[attr-defined]
+    network, lookup = trainer.engine.model, trainer.lookup
     if hasattr(lookup, "planner"):
         working = lookup.fetch(lookup.planner.plan(tokens_BT, whole=True)[0], training=False)
     else:

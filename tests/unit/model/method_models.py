@@ -6,8 +6,8 @@ import tiny_models as tiny
 import torch
 
 from xgram_dist.config import build_config
-from xgram_dist.memory.ngrams.frequent import count_grams
 from xgram_dist.model.build import build_lookup
+from xgram_dist.tables.fgrams import count_grams
 
 MEMORY = {
     "ple": {"method": "ple", "compression": 1.0, "sites": {"h": {"views": 2}, "v": {"views": 1}}},
@@ -52,6 +52,6 @@ def repeating(settings, *shape, seed=0):
 def lookup(settings, mesh=None, dtype=torch.float32):
     keys = grams(settings) if settings.memory.method == "scone" else None
     made = build_lookup(settings, None, tiny.CPU, mesh, keys)
-    for state in made.store.states if settings.memory.method in WITH_TABLES else ():
-        state.rows = state.rows.to(dtype)
+    if settings.memory.method in WITH_TABLES:
+        tiny.convert(made.shards, dtype)
     return made

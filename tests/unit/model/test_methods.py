@@ -8,7 +8,7 @@ import tiny_models as tiny
 import torch
 import torch.nn.functional as F
 
-from xgram_dist.memory.ngrams.hashing import plan_ngram_hash
+from xgram_dist.model.methods.engram import Engram
 
 F64 = torch.float64
 WARMUP = torch.tensor(0.3, dtype=F64)
@@ -24,7 +24,7 @@ def swiglu(x, ffn):
 
 
 def row_of(lookup, name, key):
-    (state,) = lookup.store.states
+    (state,) = lookup.shards
     return state.rows[key, state.slab.columns()[name]]
 
 
@@ -101,7 +101,7 @@ class Literal:
 
     def engram(self, x, site, layer):
         settings, eps = self.settings.memory.engram, self.settings.model.norm_eps
-        hashing = plan_ngram_hash(self.settings)
+        hashing = Engram(self.settings).ngram_hash()
         primes = [rows for of_order in hashing.rows for rows in of_order]
         place = settings.layers.index(layer)
         outputs = []
@@ -187,7 +187,7 @@ def test_the_network_is_the_formula_written_out(method):
 @pytest.mark.parametrize("method", methods.MEMORY)
 def test_what_starts_at_nothing_and_what_does_not(method):
     """At the start, retoken and mort are the vanilla backbone; the others are not."""
-    from xgram_dist.model.initial import initialise
+    from xgram_dist.model.build import initialise
     from xgram_dist.model.transformer import Transformer
 
     settings = methods.config(method)
@@ -232,10 +232,10 @@ def test_recomputing_blocks_changes_nothing(method):
 def test_keys_do_not_reach_across_documents_when_these_are_apart():
     import numpy as np
 
-    from xgram_dist.memory.ngrams.hashing import NgramKeys
+    from xgram_dist.tables.ngrams import NgramKeys
 
     settings = methods.config("engram")
-    hashing, identity = plan_ngram_hash(settings), np.arange(120)
+    hashing, identity = Engram(settings).ngram_hash(), np.arange(120)
     apart = NgramKeys(hashing, identity, end_of_text=9)
     whole = NgramKeys(hashing, identity)
     tokens = np.array([[5, 9, 7, 8, 3]])

@@ -4,8 +4,9 @@ import pytest
 import tiny_models as tiny
 import torch
 
-from xgram_dist.memory.initial import initial_rows
-from xgram_dist.plan.budget import plan_budget
+from xgram_dist.estimate.flops import plan_budget
+from xgram_dist.model.loss import CompiledPasses, next_token_labels, vocab_parallel_cross_entropy
+from xgram_dist.tables.initial_rows import initial_rows
 
 SITES = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
 
@@ -20,7 +21,7 @@ def losses_and_gradients(settings, batch, made=None, tables=None):
         total += float(loss.detach()) / len(batch)
     tables.give_back(working)
     gradients = {name: p.grad.clone() for name, p in made.named_parameters()}
-    gradients |= {f"table {i}": tiny.dense_gradients(state)[0] for i, state in enumerate(tables.store.states)}
+    gradients |= {f"table {i}": tiny.dense_gradients(state)[0] for i, state in enumerate(tables.shards)}
     return total, gradients
 
 
@@ -50,7 +51,7 @@ def test_planned_parameters_are_those_that_are_made(memory):
     assert sum(p.numel() for p in made.parameters()) - injected == budget.backbone_parameters
     assert injected == budget.extractor_parameters
     if settings.memory.method != "vanilla":
-        states = tiny.tables(settings).store.states
+        states = tiny.tables(settings).shards
         assert sum(s.rows.numel() for s in states) == budget.table_parameters
         assert sum(s.gates.numel() for s in states if s.gates is not None) == budget.gate_parameters
 
@@ -86,10 +87,13 @@ def test_compiled_blocks_have_no_graph_break_and_the_same_numbers():
     torch._dynamo.reset()
 
 
-def test_all_layers_share_one_compiled_graph():
-    settings = tiny.config(memory={"sites": SITES})
-    made = tiny.model(settings)
-    graphs = []
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_blocks_are_compiled_once_for_all_layers_and_sizes_of_the_working_set(recomputed):
+    """A graph compiled again at the second window would be minutes on every start, on every rank."""
+    train = {**tiny.BASE["train"], "activation_checkpointing": recomputed}
+    settings = tiny.config(memory={"sites": SITES, "window": 2}, train=train)
+    made, tables = tiny.model(settings), tiny.tables(settings)
+    graphs, sizes = [], set()
 
     def count(graph, _inputs):
         graphs.append(graph)
@@ -98,10 +102,30 @@ def test_all_layers_share_one_compiled_graph():
     torch._dynamo.reset()
     for block in made.blocks:
         block.compile(backend=count, fullgraph=True)
-    for seed in range(4):  # working sets of different sizes
-        losses_and_gradients(settings, tiny.tokens(settings, 2, 2, 12, seed=seed), made=made)
+    for seed in range(3):
+        batch = tiny.tokens(settings, 3, 2, 12, seed=seed)  # windows of two micro-batches and of one
+        for window in tables.plan(batch).result():
+            working = tables.fetch(window)
+            sizes.add(len(next(iter(working.values.values()))))
+            for tokens, slots in zip(batch[window.micro_batches], working.slots, strict=True):
+                made.loss(tokens, slots, working.values, torch.tensor(0.5))[0].backward()
+            tables.give_back(working)
+        tiny.drop_gradients(tables.shards)
     torch._dynamo.reset()
-    assert len(graphs) <= 2
+    assert len(sizes) >= 4
+    assert len(graphs) == 1
+
+
+def test_the_passes_over_the_logits_are_compiled_once_for_all_chunks():
+    hidden, weight = torch.randn(2, 9, 16), torch.randn(40, 16)
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    for length in (9, 8, 5):  # of 18, 16 and 10 tokens in chunks of 7
+        labels = next_token_labels(torch.randint(0, 40, (2, length)))
+        arguments = (hidden[:, :length].clone().requires_grad_(), weight.clone().requires_grad_(), labels)
+        vocab_parallel_cross_entropy(*arguments, 0.0, 7, passes=CompiledPasses())[0].backward()
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 2
+    torch._dynamo.reset()
 
 
 def test_bf16_stays_near_fp32_and_gradients_of_master_weights_are_fp32():
@@ -119,7 +143,7 @@ def test_bf16_stays_near_fp32_and_gradients_of_master_weights_are_fp32():
 
 
 def test_a_backbone_starts_the_same_whatever_stands_beside_it():
-    from xgram_dist.model.initial import initialise
+    from xgram_dist.model.build import initialise
     from xgram_dist.model.transformer import Transformer
 
     weights = []

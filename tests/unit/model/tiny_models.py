@@ -6,12 +6,13 @@ import numpy as np
 import torch
 
 from xgram_dist.config import build_config
-from xgram_dist.memory.layout import num_views, routing_settings
-from xgram_dist.memory.routing.build import build_routing
-from xgram_dist.memory.tables import Tables
-from xgram_dist.model.initial import initialise
+from xgram_dist.model.build import build_lookup, initialise
+from xgram_dist.model.methods.base import table_layout
 from xgram_dist.model.transformer import Transformer
-from xgram_dist.parallel.tensor import global_shape_and_offset, tensor_dim, tensor_slice
+from xgram_dist.parallel.tensor_parallel import global_shape_and_offset, tensor_axis, tensor_dim, tensor_slice
+from xgram_dist.tables.layout import routing_settings
+from xgram_dist.tables.routing_build import build_routing
+from xgram_dist.tables.shard import Shard
 
 CPU = torch.device("cpu")
 
@@ -52,18 +53,44 @@ def routing(settings):
     if settings.memory.method == "vanilla" or settings.memory.compression == 1:
         return None
     counts = 1000.0 / (np.arange(settings.model.vocabulary) * 7 % settings.model.vocabulary + 1.0)
-    return build_routing(counts / counts.sum(), routing_settings(settings), num_views(settings))
+    return build_routing(counts / counts.sum(), routing_settings(settings), table_layout(settings).num_views)
 
 
 def tables(settings, dtype=torch.float32):
-    made = Tables(settings, routing(settings), CPU)
-    for state in made.store.states:
-        state.rows = state.rows.to(dtype)
-        if state.gates is not None:
-            # Not all alike, so that a gate read from the wrong row or table shows.
-            noise = torch.randn(state.gates.shape, generator=torch.Generator().manual_seed(5))
-            state.gates = (state.gates + noise).to(dtype)
+    made = build_lookup(settings, routing(settings), CPU)
+
+    def uneven(gates):
+        """Not all alike, so that a gate read from the wrong row or table shows."""
+        return gates + torch.randn(gates.shape, generator=torch.Generator().manual_seed(5))
+
+    convert(made.shards, dtype, uneven)
     return made
+
+
+def convert(shards, dtype, change_gates=lambda gates: gates):
+    """Rows, gates and optimizers of another type."""
+    for number, shard in enumerate(shards):
+        gates = None if shard.gates is None else change_gates(shard.gates).to(dtype)
+        shards._shards[number] = Shard(
+            shard.slab, shard.row_ids, shard.rows.to(dtype), gates, shard.tensor_group, shards.settings, shards.num_vip
+        )
+
+
+def drop_gradients(shards):
+    for shard in shards:
+        shard.step = None
+
+
+def table_tensors(shards):
+    """The rows held here, caught up, and their gates: `NAME.rows` [S, width], `NAME.gates` [S]."""
+    found = {}
+    for shard in shards:
+        shard.catch_up_all()
+        for number, (name, columns) in enumerate(shard.slab.columns().items()):
+            found[f"{name}.rows"] = shard.rows[:, columns]
+            if shard.gates is not None:
+                found[f"{name}.gates"] = shard.gates[:, number]
+    return found
 
 
 def fetch(tables, tokens, training=True):
@@ -76,15 +103,17 @@ def dense_gradients(state):
     rows = torch.zeros_like(state.rows)
     gates = None if state.gates is None else torch.zeros_like(state.gates)
     if state.gradient is not None:
-        rows[state.gradient.touched] = state.gradient.rows * state.gradient.factor
+        rows[state.gradient.touched_R] = state.gradient.rows_RW * state.gradient.factor
         if gates is not None:
-            gates[state.gradient.touched] = state.gradient.gates * state.gradient.factor
+            gates[state.gradient.touched_R] = state.gradient.gates_RJ * state.gradient.factor
     return rows, gates
 
 
 def model(settings, dtype=torch.float32, end_of_text=None, tensor=None):
-    made = Transformer(settings, dtype, end_of_text, tensor)
+    axis = tensor_axis(tensor, settings.parallel.sequence_parallel)
+    made = Transformer(settings, dtype, end_of_text, axis)
     initialise(made, settings)
+    made.activation_checkpointing = settings.train.activation_checkpointing
     # Move what starts at a special value, so that a forgotten factor shows.
     generator = torch.Generator().manual_seed(9)
     with torch.no_grad():
@@ -101,7 +130,7 @@ def tokens(settings, *shape, seed=0):
 
 def literal_retrieval(made, name, token):
     """e(token) of one table, as a loop over the accesses of the token."""
-    for state, row_map in zip(made.store.states, made.planner.maps, strict=True):
+    for state, row_map in zip(made.shards, made.planner.access_lists, strict=True):
         for number, (table, columns) in enumerate(state.slab.columns().items()):
             if table != name:
                 continue

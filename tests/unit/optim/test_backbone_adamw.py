@@ -6,7 +6,7 @@ import method_models as methods
 import pytest
 import tiny_models as tiny
 
-from xgram_dist.engine.adamw import build_adamw, set_rate
+from xgram_dist.optim.backbone_adamw import build_adamw, set_learning_rate
 
 
 def rates_and_decays(method: str, scales: str = "backbone") -> dict[str, tuple[float, float]]:
@@ -14,7 +14,7 @@ def rates_and_decays(method: str, scales: str = "backbone") -> dict[str, tuple[f
     settings = methods.config(method, **rule)
     made = tiny.model(settings)
     adamw = build_adamw(settings, made.named_parameters())
-    set_rate(adamw, 1e-3)
+    set_learning_rate(adamw, 1e-3)
     of = {id(p): (group["lr"], group["weight_decay"]) for group in adamw.param_groups for p in group["params"]}
     return {name: of[id(parameter)] for name, parameter in made.named_parameters()}
 

@@ -47,10 +47,8 @@ def test_multiplier_of_the_small_model_is_the_authors():
         ({"multiplier": "sqrt_rows"}, (math.sqrt(60 / 16),) * 2),
         ({"multiplier": 3.0}, (3.0, 3.0)),
         ({"multiplier": 3.0, "vip_multiplier": 1.5}, (1.5, 3.0)),
-        ({"multiplier": 3.0, "cap": 2.0}, (3.0, 2.0)),
-        ({"multiplier": 3.0, "vip_cap": 1.0}, (1.0, 3.0)),
     ],
 )
-def test_multipliers_and_caps_of_vip_and_body_rows(rule, expected):
+def test_multipliers_of_vip_and_body_rows(rule, expected):
     settings = tiny.config(memory={"learning_rate": rule})
     assert table_multipliers(settings, 60) == pytest.approx(expected)

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from xgram_dist.parallel import cores
+from xgram_dist.parallel import launch as cores
 
 
 @pytest.fixture

@@ -34,13 +34,13 @@ def test_a_local_build_is_pinned_as_the_release_it_is_of(tmp_path: Path, capsys:
 
 @pytest.mark.parametrize(
     "name",
-    ["torchvision", "xgram-dist", "xgram_dist", "nvidia-cublas-cu12", "nvidia_nccl_cu13", "cuda-bindings", "triton"],
+    ["torchvision", "xgram-dist", "xgram_dist", "nvidia-cublas-cu12", "nvidia_nccl_cu13", "cuda-bindings"],
 )
 def test_what_others_cannot_install_is_left_out(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert lock(tmp_path, capsys, (name, "1.0"), ("torch", "2.13.0")) == ["torch==2.13.0"]
 
 
-@pytest.mark.parametrize("name", ["torch", "torchmetrics", "nvidia", "cudatoolkit"])
+@pytest.mark.parametrize("name", ["torch", "torchmetrics", "nvidia", "cudatoolkit", "triton"])
 def test_what_only_looks_like_it_is_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str) -> None:
     assert lock(tmp_path, capsys, (name, "1.0")) == [f"{name}==1.0"]
 

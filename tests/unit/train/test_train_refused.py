@@ -11,11 +11,11 @@ from train_helpers import ROWS, VOCABULARY, read_metrics, small_config
 from xgram_dist.cli.main import main
 from xgram_dist.config import Config, dump_config
 from xgram_dist.errors import UserError
-from xgram_dist.memory.routing.build import build_routing
-from xgram_dist.memory.routing.routing import Routing
-from xgram_dist.memory.routing.settings import RoutingSettings
-from xgram_dist.train import loop
-from xgram_dist.train.loop import Trainer
+from xgram_dist.tables.routing import RoutingSettings
+from xgram_dist.tables.routing_build import build_routing
+from xgram_dist.tables.routing_io import load_routing, save_routing
+from xgram_dist.train import trainer as loop
+from xgram_dist.train.trainer import Trainer
 
 
 def with_routing(data: Path, **routing: Any) -> Config:
@@ -26,7 +26,7 @@ def with_routing(data: Path, **routing: Any) -> Config:
 def routing_file(folder: Path, vocabulary: int = VOCABULARY, compression: float = 0.5, views: int = 2) -> str:
     settings = RoutingSettings(vip=10, buckets=4, compression=compression)
     path = folder / "routing.npz"
-    build_routing(1.0 / (1 + np.arange(vocabulary)), settings, views).save(path)
+    save_routing(build_routing(1.0 / (1 + np.arange(vocabulary)), settings, views), path)
     return str(path)
 
 
@@ -53,7 +53,7 @@ def test_a_routing_file_for_another_recipe_is_refused_by_name(
 def test_a_routing_file_that_fits_is_the_one_that_is_used(data: Path, tmp_path: Path, views: int) -> None:
     file = routing_file(tmp_path, views=views)
     assert Trainer(with_routing(data, file=file), tmp_path / "run", fresh=False).run() == 0
-    assert Routing.load(tmp_path / "run" / "routing.npz").sha256() == Routing.load(file).sha256()
+    assert load_routing(tmp_path / "run" / "routing.npz").sha256() == load_routing(file).sha256()
 
 
 def test_a_frequency_file_is_taken_before_the_counts_of_the_data(data: Path, tmp_path: Path) -> None:
@@ -65,7 +65,7 @@ def test_a_frequency_file_is_taken_before_the_counts_of_the_data(data: Path, tmp
     trainer.metrics.close()
     rows = {}
     for name in ("given", "counted"):
-        first = Routing.load(tmp_path / name / "routing.npz").views[0]
+        first = load_routing(tmp_path / name / "routing.npz").views[0]
         rows[name] = int(first.rows[first.offsets[VOCABULARY - 1]])
     assert rows["given"] == 0  # the last token is the most frequent there
     assert rows["counted"] != 0  # padding, never seen in the data

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from tiny_models import table_tensors
 from train_helpers import (
     FFN,
     KV_WIDTH,
@@ -26,18 +27,18 @@ from train_helpers import (
     small_config,
 )
 
-from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cli.main import main
 from xgram_dist.config import Config, dump_config, load_config
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.loader import validation_batches
 from xgram_dist.errors import UserError
-from xgram_dist.memory.routing.routing import Routing
+from xgram_dist.estimate.flops import plan_budget
 from xgram_dist.model.build import build_model
-from xgram_dist.plan.budget import plan_budget
-from xgram_dist.train import loop
-from xgram_dist.train.loop import Trainer
+from xgram_dist.tables.routing_io import load_routing
+from xgram_dist.train import trainer as loop
 from xgram_dist.train.step import train_step
+from xgram_dist.train.trainer import Trainer
 
 
 def train(config: Config, folder: Path, fresh: bool = False) -> Path:
@@ -96,7 +97,7 @@ def test_the_config_in_the_folder_is_the_runs(finished: Path, data: Path) -> Non
 
 
 def test_the_routing_in_the_folder_is_the_runs(finished: Path) -> None:
-    routing = Routing.load(finished / "routing.npz")
+    routing = load_routing(finished / "routing.npz")
     assert (routing.vocabulary, routing.num_rows, routing.num_views) == (VOCABULARY, ROWS, VIEWS)
 
 
@@ -108,7 +109,7 @@ def test_the_checkpoint_holds_every_parameter_and_table_by_name(finished: Path) 
             expected[f"tables.layers.{layer}.v.{view}.rows"] = (ROWS, KV_WIDTH)
             expected[f"tables.layers.{layer}.v.{view}.gates"] = (ROWS,)
     assert shapes == expected
-    assert found_steps(finished) == [5]
+    assert list_steps(finished) == [5]
 
 
 def test_plan_counts_what_training_saves(finished: Path) -> None:
@@ -242,7 +243,7 @@ def test_another_seed_gives_other_weights_and_other_batches(data: Path, tmp_path
             tokens.append(next(trainer.loader).tokens)
     assert not torch.equal(tokens[0], tokens[1])
     assert not torch.equal(trainers[0].engine.model.embedding, trainers[1].engine.model.embedding)
-    one, two = (trainer.lookup.store.named_tensors()["layers.0.v.0.rows"] for trainer in trainers)  # type: ignore[attr-defined]
+    one, two = (table_tensors(trainer.lookup.shards)["layers.0.v.0.rows"] for trainer in trainers)  # type: ignore[attr-defined]
     assert not torch.equal(one, two)
 
 
@@ -275,7 +276,7 @@ def test_a_folder_that_holds_a_run_without_a_checkpoint_is_refused_and_left_alon
     run = train(config, tmp_path / "run")
     shutil.rmtree(run / "checkpoints")
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
-    with pytest.raises(UserError, match=rf"'{run}' already holds a run, without a checkpoint .*--folder DIR.*--fresh"):
+    with pytest.raises(UserError, match=rf"'{run}' already holds a run without a checkpoint .*--folder DIR.*--fresh"):
         Trainer(config, run, fresh=False)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
 
@@ -322,13 +323,13 @@ def test_ctrl_c_ends_after_the_step_with_weights_and_exit_code_130(data: Path, t
     finally:
         process.kill()
     assert process.returncode == 130
-    assert errors == "stopping after this step (Ctrl-C once more: at once)\n"
+    assert errors == "stopping after this step (press Ctrl-C again to stop now)\n"
     end = read_metrics(tmp_path / "run")[-1]
     assert (end["kind"], end["complete"], end["validation_perplexity"]) == ("end", False, None)
     assert 3 <= end["step"] < 1_000_000
     assert f"stopped after step {end['step']}" in rest.splitlines()[-1]
     assert end["step"] == read_metrics(tmp_path / "run", "train")[-1]["step"]
-    assert found_steps(tmp_path / "run") == [end["step"]]
+    assert list_steps(tmp_path / "run") == [end["step"]]
 
 
 def signals_in_step(monkeypatch: pytest.MonkeyPatch, at: int, *numbers: signal.Signals) -> None:
@@ -363,7 +364,7 @@ def test_a_second_signal_ends_at_once(
     assert main(["train", str(recipe), "--folder", str(tmp_path / "run")]) == 130
     assert "stopped by Ctrl-C" in capsys.readouterr().err
     assert [record["step"] for record in read_metrics(tmp_path / "run", "train")] == [1]
-    assert found_steps(tmp_path / "run") == []
+    assert list_steps(tmp_path / "run") == []
 
 
 def test_bf16_follows_fp32_within_two_percent_over_200_steps(data: Path, tmp_path: Path) -> None:

@@ -6,15 +6,16 @@ from typing import Any
 
 import pytest
 import torch
+from tiny_models import table_tensors
 from train_helpers import read_metrics, saved_weights, small_config
 
-from xgram_dist.checkpoint.folder import found_steps
+from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cli.main import main
 from xgram_dist.config import Config, dump_config
 from xgram_dist.errors import UserError
-from xgram_dist.memory.tables import Tables
-from xgram_dist.optim.update import Optimizer
-from xgram_dist.train.loop import Trainer
+from xgram_dist.tables.exchange import ShardedTables
+from xgram_dist.train.step import JointOptimizer
+from xgram_dist.train.trainer import Trainer
 
 
 def ready(config: Config, folder: Path) -> Trainer:
@@ -25,8 +26,8 @@ def ready(config: Config, folder: Path) -> Trainer:
 
 def weights_of(trainer: Trainer) -> dict[str, torch.Tensor]:
     found = {name: value.detach().clone() for name, value in trainer.engine.model.named_parameters()}
-    if isinstance(trainer.lookup, Tables):
-        found |= {name: value.clone() for name, value in trainer.lookup.store.named_tensors().items()}
+    if isinstance(trainer.lookup, ShardedTables):
+        found |= {name: value.clone() for name, value in table_tensors(trainer.lookup.shards).items()}
     return found
 
 
@@ -41,18 +42,18 @@ def backward(trainer: Trainer) -> None:
 
 
 def gradients_of(trainer: Trainer) -> dict[str, torch.Tensor]:
-    assert isinstance(trainer.lookup, Tables)
+    assert isinstance(trainer.lookup, ShardedTables)
     found = {}
     for name, value in trainer.engine.model.named_parameters():
         assert value.grad is not None
         found[name] = value.grad.clone()
-    for state in trainer.lookup.store.states:
+    for state in trainer.lookup.shards:
         assert state.gradient is not None
         assert state.gates is not None
-        assert state.gradient.gates is not None
+        assert state.gradient.gates_RJ is not None
         rows, gates = torch.zeros_like(state.rows), torch.zeros_like(state.gates)
-        rows[state.gradient.touched] = state.gradient.rows
-        gates[state.gradient.touched] = state.gradient.gates
+        rows[state.gradient.touched_R] = state.gradient.rows_RW
+        gates[state.gradient.touched_R] = state.gradient.gates_RJ
         for number, (name, columns) in enumerate(state.slab.columns().items()):
             found[f"{name}.rows"] = rows[:, columns].clone()
             found[f"{name}.gates"] = gates[:, number].clone()
@@ -107,39 +108,39 @@ def test_a_step_leaves_no_gradient_behind(data: Path, tmp_path: Path) -> None:
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
     trainer.optimizer.step(1, torch.zeros(()))
-    assert isinstance(trainer.lookup, Tables)
+    assert isinstance(trainer.lookup, ShardedTables)
     assert all(value.grad is None for value in trainer.engine.model.parameters())
-    assert all(state.gradient is None for state in trainer.lookup.store.states)
+    assert all(state.gradient is None for state in trainer.lookup.shards)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: float) -> list[tuple[int, bool]]:
     """Put `value` into one gradient of these steps; returns (step, did any weight change) as it goes."""
-    original = Optimizer.step
+    original = JointOptimizer.step
     seen: list[tuple[int, bool]] = []
 
-    def step(self: Optimizer, number: int, loss: torch.Tensor) -> Any:
+    def step(self: JointOptimizer, number: int, loss: torch.Tensor) -> Any:
         if number in steps:
             if where == "backbone":
                 gradient = next(self.engine.model.parameters()).grad
                 assert gradient is not None
                 gradient.view(-1)[7] = value
             else:
-                assert self.tables is not None
-                state = self.tables.states[1]
+                assert self.shards is not None
+                state = self.shards[1]
                 assert state.gradient is not None
-                target = state.gradient.rows if where == "rows" else state.gradient.gates
+                target = state.gradient.rows_RW if where == "rows" else state.gradient.gates_RJ
                 assert target is not None
                 target[2, 1] = value
         tensors: list[torch.Tensor] = [*self.engine.model.parameters()]
-        if self.tables is not None:
-            tensors += list(self.tables.named_tensors().values())
+        if self.shards is not None:
+            tensors += list(table_tensors(self.shards).values())
         before = [tensor.detach().clone() for tensor in tensors]
         result = original(self, number, loss)
         same = all(torch.equal(old, new.detach()) for old, new in zip(before, tensors, strict=True))
         seen.append((number, not same))
         return result
 
-    monkeypatch.setattr(Optimizer, "step", step)
+    monkeypatch.setattr(JointOptimizer, "step", step)
     return seen
 
 
@@ -171,10 +172,10 @@ def test_a_skipped_step_leaves_the_optimizer_as_it_was(
     assert math.isnan(float(norm))
     assert not counted
     assert trainer.engine.step_count == 0
-    assert not any(bool(v.any()) for p in trainer.engine.pieces() if p.kind != "weight" for _, v in p.boxes)
-    assert isinstance(trainer.lookup, Tables)
+    assert not any(bool(v.any()) for p in trainer.engine.parameter_shards() if p.kind != "weight" for _, v in p.chunks)
+    assert isinstance(trainer.lookup, ShardedTables)
     assert all(value.grad is None for value in trainer.engine.model.parameters())
-    assert all(state.gradient is None for state in trainer.lookup.store.states)
+    assert all(state.gradient is None for state in trainer.lookup.shards)
 
 
 def test_a_loss_that_is_not_finite_is_skipped_even_when_every_gradient_is(data: Path, tmp_path: Path) -> None:
@@ -205,7 +206,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(
     skipped = read_metrics(tmp_path / "run", "skipped")
     assert [record["step"] for record in skipped] == [1, 2, 4, 5, 6]
     assert skipped[0]["gradient_norm"] is None
-    assert found_steps(tmp_path / "run") == [6]  # with the weights before them: to look at, or to go on from
+    assert list_steps(tmp_path / "run") == [6]  # with the weights before them: to look at, or to go on from
     assert all(bool(value.isfinite().all()) for value in saved_weights(tmp_path / "run").values())
     assert not read_metrics(tmp_path / "run", "end")[0]["complete"]
 

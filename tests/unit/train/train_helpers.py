@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from xgram_dist.checkpoint.folder import checkpoints_at
-from xgram_dist.checkpoint.weights import SavedWeights
+from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.config import Config, build_config
 
 VOCABULARY, LAYERS, WIDTH, FFN, KV_WIDTH, LENGTH = 320, 2, 32, 48, 16, 32
@@ -70,8 +70,8 @@ def read_metrics(folder: Path, kind: str | None = None) -> list[dict[str, Any]]:
 
 def saved_weights(run: Path) -> dict[str, Tensor]:
     """Of a run's newest checkpoint: backbone, and tables in the order of their rows."""
-    weights = SavedWeights(checkpoints_at(run)[-1])
-    return {name: weights.whole(name) for name in weights.shapes()}
+    weights = CheckpointReader(checkpoints_at(run)[-1])
+    return {name: weights.weight(name) for name in weights.weight_shapes()}
 
 
 def _refuse(constant: str) -> None:

@@ -1,0 +1,89 @@
+"""Training steps of full-size models on a GPU that is not there: what would stop the host, or NCCL.
+
+If one of these fails, the product waits for the device where it need not, or gives a collective memory that NCCL
+refuses. Numbers and allowed waits are in budgets.py.
+"""
+
+from unittest import mock
+
+import pytest
+from budgets import unexpected
+from fake_run import run_fake, run_mutated
+from isolated import run_isolated
+from stub_cuda import reason_to_skip
+
+pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
+
+FULL_SIZE = {
+    "0.73B on 16 ranks": ("0.73b/xgram-1x-50.yaml", 16, ["train.global_batch=128"]),
+    "1.15B with 4x tables on 32 ranks": ("1.15b/xgram-4x-50.yaml", 32, ["train.global_batch=256"]),
+}
+"""The paper's recipes with one micro-batch of each rank a step."""
+
+SMALL = ["model.layers=2", "model.vocabulary=20000", "model.sequence_length=256"]
+SMALL += ["train.micro_batch=2", "train.global_batch=16"]
+HOST_ROWS = ["memory.placement=host", "memory.optimizer=adagrad", "memory.window=1"]
+VARIANTS = {
+    "hsdp, tensor, host rows, adagrad, windows": (
+        "0.73b/xgram-1x-50.yaml",
+        8,
+        ["parallel.engine=hsdp", "parallel.replicate=2", "parallel.tensor=2", *HOST_ROWS],
+    ),
+    "stage 1, tensor with sequence parallelism, catch-up": (
+        "0.73b/xgram-1x-50.yaml",
+        4,
+        ["parallel.tensor=2", "parallel.sequence_parallel=true", "memory.optimizer=catch_up", "train.global_batch=8"],
+    ),
+    "stage 2, zero-copy rows, bf16 wire": (
+        "0.73b/ple-1x.yaml",
+        4,
+        ["parallel.zero_stage=2", "memory.wire=bf16", "memory.optimizer=catch_up"],
+    ),
+    "stage 3, byte budget, dense": (
+        "0.73b/xgram-1x-50.yaml",
+        4,
+        ["parallel.zero_stage=3", "memory.window=20MB", "memory.optimizer=dense"],
+    ),
+    "replicated, n-grams, lazy": (
+        "0.73b/engram-1x.yaml",
+        2,
+        ["parallel.engine=replicated", "memory.optimizer=lazy", "memory.engram.rows=20000", "train.global_batch=8"],
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FULL_SIZE)
+def test_a_full_size_step_waits_for_the_device_once(name: str) -> None:
+    recipe, ranks, words = FULL_SIZE[name]
+    assert unexpected(run_isolated(run_fake, recipe, ranks, words), words) == []
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_every_engine_and_placement_waits_only_where_allowed(name: str) -> None:
+    recipe, ranks, words = VARIANTS[name]
+    assert unexpected(run_isolated(run_fake, recipe, ranks, [*SMALL, *words]), words) == []
+
+
+MUTATED = ["parallel.engine=replicated", "parallel.tensor=2", "memory.placement=host"]
+MUTATED += ["model.layers=1", "train.global_batch=4"]
+
+
+def test_defects_are_found() -> None:
+    """Each check fails on the defect it is for."""
+    found = run_isolated(run_mutated, "0.73b/xgram-1x-50.yaml", 4, [*SMALL, *MUTATED])
+    assert unexpected(found.pop("none"), MUTATED) == []
+    reported = {name: " ".join(unexpected(step, MUTATED)) for name, step in found.items()}
+    assert reported == {
+        "the host reads a loss": mock.ANY,
+        "torch.tensor on the device": mock.ANY,
+        "pageable copy": mock.ANY,
+        "blocking copy": mock.ANY,
+        "host tensor to NCCL": mock.ANY,
+        "gaps": mock.ANY,
+    }
+    assert "host wait: reads numbers at ('engine/replicated.py', 'loss')" in reported["the host reads a loss"]
+    assert "torch.tensor(..., device): a blocking copy" in reported["torch.tensor on the device"]
+    assert "copy: to device, async, pageable" in reported["pageable copy"]
+    assert "copy: to device, blocking, pinned" in reported["blocking copy"]
+    assert "over nccl was given a tensor on cpu" in reported["host tensor to NCCL"]
+    assert "over nccl was given a tensor that is not contiguous" in reported["gaps"]

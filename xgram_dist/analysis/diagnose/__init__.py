@@ -1,0 +1,1 @@
+"""The paper's measurements, on a checkpoint or during training."""

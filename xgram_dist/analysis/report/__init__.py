@@ -1,0 +1,1 @@
+"""Runs read back: numbers, tables, pictures and pages."""

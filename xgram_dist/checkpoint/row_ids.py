@@ -1,0 +1,119 @@
+"""Row ids: which global row stands at which position of the table tensors in a checkpoint.
+
+A table tensor is saved data rank by data rank: first the rows of data rank 0, then those of data rank 1, and so on. The
+*position* of a row is its index in that order. The manifest records, for each data rank, the global ids of its rows:
+
+    ranges    [[start, stop, step], ...]: one range for a strided or contiguous row sharding
+    tensor    the name of an integer tensor of the checkpoint, where more than MAX_RANGES ranges would be needed
+
+and a digest of the ids. Row ids have a name (a *row-id set*), and each table tensor refers to one, so that tables may
+be sharded differently. Loading uses the recorded ids alone: how a release shards rows may change at any time.
+Numpy only, no torch.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import crc32c
+import numpy as np
+from numpy.typing import NDArray
+
+from xgram_dist.checkpoint.safetensors_io import DamagedFileError
+
+MAX_RANGES = 64
+"""More ranges than this are stored as a tensor."""
+
+
+@dataclass(frozen=True)
+class RowIdSegment:
+    """The global row ids of one data rank, in the order in which its rows are saved."""
+
+    count: int
+    digest: int
+    """crc32c of the ids as little-endian int64."""
+    ranges: list[list[int]] | None = None
+    tensor: str | None = None
+
+
+@dataclass(frozen=True)
+class RowIdSet:
+    """The row ids of all data ranks, in the order of the ranks."""
+
+    num_rows: int
+    segments: list[RowIdSegment]
+
+
+def describe_row_ids(ids: NDArray[Any], tensor: str) -> RowIdSegment:
+    """The manifest's record of these ids; `tensor` names the tensor that stores them if ranges do not compress them."""
+    ranges = arithmetic_ranges(ids)
+    return RowIdSegment(len(ids), row_id_digest(ids), ranges, None if ranges is not None else tensor)
+
+
+def row_id_digest(ids: NDArray[Any]) -> int:
+    return int(crc32c.crc32c(np.ascontiguousarray(ids, dtype="<i8").data))
+
+
+def arithmetic_ranges(ids: NDArray[Any]) -> list[list[int]] | None:
+    """Ascending ids as [start, stop, step] ranges; None where that takes more than MAX_RANGES."""
+    if len(ids) == 0:
+        return []
+    steps = np.diff(ids)
+    if (steps <= 0).any():
+        return None
+    # steps[k:l] are equal between two neighbouring changes.
+    changes = np.flatnonzero(steps[1:] != steps[:-1]) + 1
+    if len(changes) > 2 * MAX_RANGES:
+        return None
+    ranges: list[list[int]] = []
+    first = 0
+    for last in [*changes.tolist(), len(steps)]:
+        if first < last:
+            ranges.append([int(ids[first]), int(ids[last]) + 1, int(steps[first])])
+            first = last + 1
+    if first == len(steps):  # a last id that fits no range
+        ranges.append([int(ids[first]), int(ids[first]) + 1, 1])
+    return ranges if len(ranges) <= MAX_RANGES else None
+
+
+def check_row_id_set(where: str, name: str, row_ids: RowIdSet) -> None:
+    """Refuse a record that is inconsistent in itself, before anything is read."""
+    if row_ids.num_rows < 0 or sum(segment.count for segment in row_ids.segments) != row_ids.num_rows:
+        raise DamagedFileError(f"{where}: the row ids '{name}' do not add up to {row_ids.num_rows:,} rows")
+    for rank, segment in enumerate(row_ids.segments):
+        if (segment.ranges is None) == (segment.tensor is None):
+            raise DamagedFileError(f"{where}: the row ids '{name}' of data rank {rank} are neither ranges nor a tensor")
+        # Before np.arange makes them, so that a forged range cannot fill the memory.
+        if segment.ranges is not None and sum(len(range(*ends)) for ends in segment.ranges) != segment.count:
+            raise DamagedFileError(f"{where}: the row ids '{name}' of data rank {rank} are not {segment.count:,} rows")
+
+
+def row_positions(where: str, name: str, row_ids: RowIdSet, read_tensor: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
+    """The position of each global row [num_rows], after checking that every row is there exactly once.
+
+    `where` names the checkpoint in errors; `read_tensor` gives an integer tensor of the checkpoint by name."""
+    positions = np.full(row_ids.num_rows, -1, dtype=np.int64)
+    start = 0
+    for rank, segment in enumerate(row_ids.segments):
+        if segment.ranges is not None:
+            pieces = [np.arange(*ends, dtype=np.int64) for ends in segment.ranges]
+            ids = np.concatenate(pieces) if pieces else np.empty(0, dtype=np.int64)
+        else:
+            assert segment.tensor is not None
+            ids = read_tensor(segment.tensor)
+        if len(ids) != segment.count or row_id_digest(ids) != segment.digest:
+            raise DamagedFileError(f"{where}: the row ids of data rank {rank} are damaged: their digest does not match")
+        outside = ids[(ids < 0) | (ids >= row_ids.num_rows)]
+        if len(outside):
+            raise DamagedFileError(
+                f"{where}: the row ids of data rank {rank} name row {outside[0]}, but '{name}' has "
+                f"{row_ids.num_rows:,} rows"
+            )
+        order = np.sort(ids)
+        twice = np.concatenate((order[1:][order[1:] == order[:-1]], ids[positions[ids] >= 0]))
+        if len(twice):
+            raise DamagedFileError(f"{where}: the row ids name row {twice[0]} twice (data rank {rank})")
+        positions[ids] = np.arange(start, start + len(ids))
+        start += len(ids)
+    assert start == row_ids.num_rows  # as many ids as rows, all distinct and in range: no row is missing
+    return positions

@@ -1,0 +1,135 @@
+"""The state of a run as sharded tensors: what is saved, and the buffers that a saved state is loaded into.
+
+A tensor has one name and one global shape in every layout; a rank holds shards of it (offsets and a local tensor). A
+state saved as one set of shards loads into any other: torch.distributed.checkpoint works out the overlaps.
+
+    backbone.NAME                          fp32 master weights; .first_moment and .second_moment beside them
+    tables.layers.L.SITE.V.rows, .gates    [num_rows, width] and [num_rows]; beside them .first, .second or .accumulator
+    tables.view-V.rows.last                what the optimizer keeps for each row of a view, or once for all rows
+    row_ids.tables.data-R                  global ids of the rows of data rank R, where ranges do not compress them
+    rng.rank-R                             torch's random generator of a rank
+
+Rows of table tensors stand in the order of the data ranks; the row ids (row_ids.py) say which global rows those are.
+"""
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+from xgram_dist.checkpoint.manifest import TABLE_ROWS
+from xgram_dist.checkpoint.row_ids import RowIdSegment, describe_row_ids
+from xgram_dist.engine.base import Engine
+from xgram_dist.parallel.mesh import Mesh
+from xgram_dist.tables.shard import TableShards
+
+MOMENT_SUFFIXES = (".first_moment", ".second_moment")
+
+
+@dataclass(frozen=True)
+class LocalShard:
+    offsets: tuple[int, ...]
+    tensor: Tensor
+
+    @property
+    def chunk(self) -> ChunkStorageMetadata:
+        return ChunkStorageMetadata(torch.Size(self.offsets), self.tensor.shape)
+
+
+@dataclass
+class ShardedTensor:
+    """One tensor of the checkpoint, as this rank holds it."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    shards: list[LocalShard] = field(default_factory=list)
+    row_ids: str | None = None
+    """The row-id set of dimension 0; None: the tensor is no table tensor."""
+
+    @staticmethod
+    def replicated(tensor: Tensor) -> "ShardedTensor":
+        """A tensor that every rank naming it holds whole."""
+        return ShardedTensor(tuple(tensor.shape), tensor.dtype, [LocalShard((0,) * tensor.dim(), tensor)])
+
+
+Tensors = dict[str, ShardedTensor]
+
+
+@dataclass
+class LocalRowIds:
+    """This rank's part of a row-id set."""
+
+    data_rank: int
+    segment: RowIdSegment
+
+
+@dataclass
+class CheckpointState:
+    """What this rank holds of a run's state."""
+
+    tensors: Tensors
+    row_ids: dict[str, LocalRowIds] = field(default_factory=dict)
+
+    def row_tensors(self) -> Tensors:
+        """The tensors with one row for each row of the tables."""
+        return {name: tensor for name, tensor in self.tensors.items() if tensor.row_ids is not None}
+
+
+def training_state(engine: Engine, tables: TableShards | None, mesh: Mesh) -> CheckpointState:
+    """Everything a checkpoint saves: backbone, tables, and this rank's random generator."""
+    state = CheckpointState(backbone_state(engine, mesh))
+    if tables is not None:
+        table = table_state(tables, mesh)
+        state.tensors |= table.tensors
+        state.row_ids |= table.row_ids
+    state.tensors[f"rng.rank-{mesh.world.rank}"] = ShardedTensor.replicated(torch.get_rng_state())
+    return state
+
+
+def backbone_state(engine: Engine, mesh: Mesh) -> Tensors:
+    tensors: Tensors = {}
+    for parameter in engine.parameter_shards():
+        shape, shift = list(parameter.shape), [0] * len(parameter.shape)
+        if parameter.tensor_dim is not None:
+            shift[parameter.tensor_dim] = mesh.tensor.rank * shape[parameter.tensor_dim]
+            shape[parameter.tensor_dim] *= mesh.tensor.size
+        shards = [
+            LocalShard(tuple(o + s for o, s in zip(offsets, shift, strict=True)), tensor)
+            for offsets, tensor in parameter.chunks
+        ]
+        suffix = "" if parameter.kind == "weight" else f".{parameter.kind}"
+        tensors[f"backbone.{parameter.name}{suffix}"] = ShardedTensor(tuple(shape), torch.float32, shards)
+    return tensors
+
+
+def table_state(shards: TableShards, mesh: Mesh) -> CheckpointState:
+    """Rows, gates and optimizer state of all tables. Columns are sharded over the tensor axis; all else is replicated
+    over it."""
+    counts = np.bincount(shards.sharding.owner, minlength=mesh.data.size)
+    first_row, num_rows = int(counts[: mesh.data.rank].sum()), int(counts.sum())
+    tensors: Tensors = {}
+    for shard in shards:
+        state = shard.state_dict()
+        for name, tensor in state.columns.items():
+            width = tensor.shape[1]
+            local = LocalShard((first_row, mesh.tensor.rank * width), tensor)
+            shape = (num_rows, width * mesh.tensor.size)
+            tensors[f"tables.{name}"] = ShardedTensor(shape, tensor.dtype, [local], TABLE_ROWS)
+        for name, tensor in (state.tables | state.rows).items():
+            local = LocalShard((first_row,), tensor)
+            tensors[f"tables.{name}"] = ShardedTensor((num_rows,), tensor.dtype, [local], TABLE_ROWS)
+        for name, tensor in state.replicated.items():
+            tensors[f"tables.{name}"] = ShardedTensor.replicated(tensor)
+    ids = shards[0].row_ids.cpu().numpy()  # all shards share one row sharding
+    segment = describe_row_ids(ids, f"row_ids.{TABLE_ROWS}.data-{mesh.data.rank}")
+    if segment.tensor is not None:
+        tensors[segment.tensor] = ShardedTensor.replicated(_smallest_integers(ids, num_rows))
+    return CheckpointState(tensors, {TABLE_ROWS: LocalRowIds(mesh.data.rank, segment)})
+
+
+def _smallest_integers(ids: NDArray[Any], num_rows: int) -> Tensor:
+    return torch.from_numpy(ids.astype(np.int32 if num_rows < 1 << 31 else np.int64))

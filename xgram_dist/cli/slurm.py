@@ -1,0 +1,165 @@
+"""`xgram-dist submit`, `status`, `cancel`: runs as Slurm jobs."""
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from xgram_dist.cli.command import Command
+
+SUBMIT_EXAMPLES = """
+  xgram-dist submit recipes/0.73b/xgram-2x-50.yaml --nodes 2
+  xgram-dist submit recipes/1.15b/xgram-4x-50.yaml memory.window=16GiB --nodes 2-4 --then eval --follow
+  xgram-dist submit recipes/0.73b/xgram-1x-50.yaml --nodes 2 --array train.seed=0,1,2
+  xgram-dist submit recipes/0.73b/vanilla.yaml recipes/0.73b/xgram-1x-50.yaml train.steps=1000 --nodes 2 --dry-run
+"""
+STATUS_EXAMPLES = """
+  xgram-dist status runs/0.73b-xgram-2x-50
+"""
+CANCEL_EXAMPLES = """
+  xgram-dist cancel runs/0.73b-xgram-2x-50
+  xgram-dist cancel runs/0.73b-xgram-2x-50 --now
+"""
+
+
+def add_submit_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("recipe", help="YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="RECIPE|KEY=VALUE", help="more recipes (a job array), or keys to change"
+    )
+    parser.add_argument(
+        "--nodes", default="1", metavar="N|MIN-MAX", help="nodes, or as many of a range as are free (default 1)"
+    )
+    parser.add_argument("--site", metavar="FILE", help="the cluster's settings (default: slurm/sites/default.yaml)")
+    parser.add_argument("--folder", metavar="DIR", help="run folder (default: runs/NAME; for an array runs/NAME-array)")
+    parser.add_argument("--array", metavar="KEY=V1,V2,...", help="one run for each value, as a job array")
+    parser.add_argument("--then", choices=("eval",), help="submit a second job that evaluates the finished run")
+    parser.add_argument("--follow", action="store_true", help="print the log until the job ends")
+    parser.add_argument("--dry-run", action="store_true", help="print the job script; write and submit nothing")
+    parser.add_argument("--no-preflight", action="store_true", help="do not check ranks and links before training")
+    parser.add_argument("--force", action="store_true", help="submit although the estimate or a file check fails")
+    parser.add_argument("--json", action="store_true", help="print jobs, folders and logs as JSON")
+
+
+def run_submit(args: argparse.Namespace) -> int:
+    from xgram_dist.cluster.slurm.run_record import FOLDER, LOG
+    from xgram_dist.cluster.slurm.site import load_site
+    from xgram_dist.cluster.slurm.submit import Request, plan_submission, submit
+    from xgram_dist.errors import UserError
+
+    submission = plan_submission(
+        Request(
+            recipes=[args.recipe, *(word for word in args.overrides if "=" not in word)],
+            overrides=[word for word in args.overrides if "=" in word],
+            sweep=args.array,
+            site=load_site(args.site),
+            nodes=args.nodes,
+            folder=Path(args.folder) if args.folder else None,
+            then_eval=args.then == "eval",
+            preflight=not args.no_preflight,
+            force=args.force,
+        )
+    )
+    if args.follow and len(submission.runs) > 1:
+        raise UserError("--follow prints one log, but this is an array; leave it out and follow with `tail -f`")
+    if args.dry_run:
+        print("\n".join([submission.train, *submission.evals]), end="")
+        return 0
+    jobs = submit(submission)
+    submitted = [
+        {"job": job, "run": str(run.folder), "log": str(run.folder / FOLDER / LOG), "change": run.change}
+        for job, run in zip(jobs, submission.runs, strict=True)
+    ]
+    if args.json:
+        print(json.dumps(submitted, indent=1))
+    else:
+        for entry in submitted:
+            change = f" ({entry['change']})" if len(submitted) > 1 else ""
+            print(f"job {entry['job']}: {entry['run']}{change}\n  log: {entry['log']}")
+    return _follow(jobs[0], Path(submitted[0]["log"])) if args.follow else 0
+
+
+def _follow(job: str, log: Path) -> int:
+    from xgram_dist.cluster.slurm.status import follow
+
+    try:
+        state = follow(job, log)
+    except KeyboardInterrupt:
+        print(f"\njob {job} keeps running; its log: {log}")
+        return 0
+    return 0 if state == "COMPLETED" else 1
+
+
+def add_status_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("--json", action="store_true", help="print as JSON")
+
+
+def run_status(args: argparse.Namespace) -> int:
+    from xgram_dist.cluster.slurm.status import status
+    from xgram_dist.console import print_table
+
+    runs = [status(Path(folder)) for folder in args.runs]
+    if args.json:
+        print(json.dumps(runs, indent=1))
+        return 0
+    for run in runs:
+        rows = [["job", run["job"]], ["state", _state(run)], ["nodes", run["nodes"] or "-"]]
+        if run["run_time"] is not None:
+            rows.append(["time, limit", f"{run['run_time']}, {run['time_limit']}"])
+        if run["step"] is not None:
+            rows.append(["step", f"{run['step']:,}"])
+            rows.append(["loss", "-" if run["loss"] is None else f"{run['loss']:.4f}"])
+            rows.append(["tokens/s", f"{run['tokens_per_second']:,.0f}"])
+        rows.append(["newest checkpoint", "-" if run["checkpoint"] is None else f"step {run['checkpoint']:,}"])
+        if run["eval_job"] is not None:
+            rows.append(["evaluation", f"job {run['eval_job']}, {run['eval_state'] or 'no longer known to Slurm'}"])
+        print_table([run["run"], ""], rows)
+        for number, start in enumerate(run["starts"], start=1):
+            after = f"after step {start['after_step']:,}" if start["after_step"] else "from the beginning"
+            stopped = "" if start["seconds_to_stop"] is None else f", {start['seconds_to_stop']} s after the signal"
+            print(f"start {number} on {','.join(start['nodes'])} {after}: {start['reason'] or 'running'}{stopped}")
+        print(f"log: {run['log']}\n")
+    return 0
+
+
+def _state(run: dict[str, Any]) -> str:
+    if run["state"] is None:
+        return "complete" if run["complete"] else "no longer known to Slurm"
+    return f"{run['state']}, {run['reason']}" if run["reason"] else str(run["state"])
+
+
+def add_cancel_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
+    parser.add_argument("--now", action="store_true", help="stop at once, without a checkpoint")
+
+
+def run_cancel(args: argparse.Namespace) -> int:
+    from xgram_dist.cluster.slurm.commands import ENDED, job_state, run_command
+    from xgram_dist.cluster.slurm.job import CANCELLED
+    from xgram_dist.cluster.slurm.run_record import FOLDER, read_jobs
+
+    for folder in map(Path, args.runs):
+        jobs = read_jobs(folder)
+        job, state = jobs["train"], job_state(jobs["train"])
+        for dependent in (number for kind, number in jobs.items() if kind != "train"):
+            if (job_state(dependent) or "COMPLETED") not in ENDED:
+                run_command(["scancel", dependent])
+        if state is None or state in ENDED:
+            print(f"job {job} has already ended ({state or 'no longer known to Slurm'})")
+            continue
+        (folder / FOLDER / CANCELLED).touch()  # tells the stopping job not to requeue itself
+        if state == "RUNNING" and not args.now:
+            run_command(["scancel", "--signal=USR1", "--batch", job])
+            print(f"job {job}: saves a checkpoint and stops; `xgram-dist status {folder}` shows when")
+        else:
+            run_command(["scancel", job])
+            print(f"job {job}: cancelled")
+    return 0
+
+
+COMMANDS = {
+    "submit": Command(SUBMIT_EXAMPLES, add_submit_arguments, run_submit),
+    "status": Command(STATUS_EXAMPLES, add_status_arguments, run_status),
+    "cancel": Command(CANCEL_EXAMPLES, add_cancel_arguments, run_cancel),
+}

@@ -1,0 +1,1 @@
+"""Running on a cluster: Slurm jobs and the preflight check."""

@@ -1,0 +1,83 @@
+"""What several keys of a recipe must agree on, whatever its memory method. Each failure is one sentence: keys, values,
+and the way out. What a method asks of its own keys is checked by `model.methods.base.check_method`.
+"""
+
+from xgram_dist.config.schema import Config
+from xgram_dist.errors import UserError
+
+
+def check(config: Config) -> None:
+    """Without touching the file system."""
+    _check_model(config)
+    _check_parallel(config)
+    accumulation(config, ranks=1)
+
+
+def accumulation(config: Config, ranks: int) -> int:
+    """Micro-batches of a rank in one optimizer step."""
+    train = config.train
+    whole, rest = divmod(train.global_batch, train.micro_batch * ranks)
+    if rest or not whole:
+        raise UserError(
+            f"train.global_batch = {train.global_batch} is not a whole multiple of train.micro_batch = "
+            f"{train.micro_batch} x {ranks} rank{'s' if ranks > 1 else ''}, so accumulation would not be whole; "
+            f"change one of the two"
+        )
+    return whole
+
+
+def _check_model(config: Config) -> None:
+    model = config.model
+    if model.width % model.heads:
+        raise UserError(f"model.width = {model.width} is not divisible by model.heads = {model.heads}")
+    if (model.width // model.heads) % 2:
+        raise UserError(
+            f"model.width = {model.width} over model.heads = {model.heads} gives heads of width "
+            f"{model.width // model.heads}, which is odd; rotary embedding needs an even one"
+        )
+    if model.heads % model.kv_heads:
+        raise UserError(f"model.heads = {model.heads} is not divisible by model.kv_heads = {model.kv_heads}")
+
+
+def _check_parallel(config: Config) -> None:
+    """A key of one engine is refused with another, rather than ignored."""
+    parallel = config.parallel
+    for key, value, default, engine in (
+        ("replicate", parallel.replicate, 1, "hsdp"),
+        ("reshard", parallel.reshard, True, "hsdp"),
+        ("zero_stage", parallel.zero_stage, 1, "deepspeed"),
+        ("offload", parallel.offload, False, "deepspeed"),
+        ("deepspeed", parallel.deepspeed, {}, "deepspeed"),
+    ):
+        if value != default and parallel.engine != engine:
+            raise UserError(
+                f"parallel.{key} = {value} is of parallel.engine = {engine}, but the recipe has {parallel.engine}; "
+                f"take it out or change the engine"
+            )
+    if parallel.sequence_parallel and parallel.tensor == 1:
+        raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
+
+
+def check_degrees(config: Config, ranks: int) -> None:
+    """The parallel degrees must divide the ranks, and what is sharded over them."""
+    parallel, model = config.parallel, config.model
+    tensor, replicate = parallel.tensor, parallel.replicate
+    if ranks % (tensor * replicate):
+        raise UserError(
+            f"{ranks} rank(s) are not a multiple of parallel.tensor = {tensor} x parallel.replicate = {replicate}; "
+            f"change the number of ranks or one of the two"
+        )
+    divided = {
+        "model.heads": model.heads,
+        "model.kv_heads": model.kv_heads,
+        "model.ffn_width": model.ffn_width,
+        "model.vocabulary": model.vocabulary,
+        "model.width": model.width,
+    }
+    if parallel.sequence_parallel:
+        divided["model.sequence_length (parallel.sequence_parallel)"] = model.sequence_length
+    for key, value in divided.items():
+        if value % tensor:
+            raise UserError(
+                f"{key} = {value} is not divisible by parallel.tensor = {tensor}; choose a degree that divides it"
+            )

@@ -1,1 +1,0 @@
-"""The measurements of the paper, on a checkpoint or in the course of training."""

@@ -1,0 +1,153 @@
+"""Bytes that a rank sends in a step, by collective and mesh axis.
+
+    world = data x tensor        tensor is the inner axis
+    data  = replicate x shard    shard is the inner one; without replicas it is the whole data axis
+
+A message's bytes are those that leave a rank in a step; as many enter it. Reductions and gathers count as ring
+algorithms: each rank forwards all chunks but one. All-to-alls count what goes to other ranks. `engines.py` has the
+messages of the backbone engines, `tables.py` those of the exchange; here are those of the tensor axis.
+"""
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from xgram_dist.config.schema import Config
+from xgram_dist.config.validate import check_degrees
+from xgram_dist.model.methods.base import method_of
+from xgram_dist.parallel.device import DTYPES
+from xgram_dist.tables.layout import RESIDUAL_SITES
+
+Axis = Literal["world", "data", "tensor", "replicate", "shard"]
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
+
+FP32 = 4
+TABLE_MESSAGES = (
+    "token ids",
+    "table vectors",
+    "table gradients",
+    "table parameters",
+    "residual-site vectors",
+    "residual-site gradients",
+    "row-gate gradients",
+)
+
+
+def compute_bytes(config: Config) -> int:
+    """Bytes of a number in the compute type."""
+    return DTYPES[config.train.precision].itemsize
+
+
+@dataclass(frozen=True)
+class Axes:
+    """Sizes of the mesh axes."""
+
+    data: int
+    tensor: int = 1
+    replicate: int = 1
+
+    @staticmethod
+    def of(config: Config, ranks: int) -> "Axes":
+        check_degrees(config, ranks)
+        return Axes(ranks // config.parallel.tensor, config.parallel.tensor, config.parallel.replicate)
+
+    @property
+    def shard(self) -> int:
+        return self.data // self.replicate
+
+    @property
+    def world(self) -> int:
+        return self.data * self.tensor
+
+    def size(self, axis: Axis) -> int:
+        sizes = {"world": self.world, "shard": self.shard, **asdict(self)}
+        return int(sizes[axis])
+
+    def span(self, axis: Axis) -> int:
+        """Consecutive ranks that contain a process group of the axis. A span within a node uses the node's links."""
+        return {"tensor": self.tensor, "shard": self.shard * self.tensor}.get(axis, self.world)
+
+
+@dataclass(frozen=True)
+class Message:
+    name: str
+    collective: Collective
+    axis: Axis
+    ranks: int
+    bytes: float
+    """Sent by a rank in a step, over all calls."""
+
+    @property
+    def of_tables(self) -> bool:
+        return self.name in TABLE_MESSAGES
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def ring_bytes(collective: Collective, size: float, ranks: int) -> float:
+    """Bytes that a rank sends; `size`: bytes of the full tensor that is reduced, gathered or scattered."""
+    assert collective != "all-to-all"
+    rounds = 2 if collective == "all-reduce" else 1
+    return rounds * size * (ranks - 1) / ranks
+
+
+def ring_message(name: str, collective: Collective, axis: Axis, axes: Axes, size: float) -> Message:
+    ranks = axes.size(axis)
+    return Message(name, collective, axis, ranks, ring_bytes(collective, size, ranks))
+
+
+def merge_messages(messages: list[Message]) -> list[Message]:
+    """Sums the messages that share name, collective and axis, and drops those that move nothing."""
+    sums: dict[tuple[str, Collective, Axis, int], float] = {}
+    for message in messages:
+        key = (message.name, message.collective, message.axis, message.ranks)
+        sums[key] = sums.get(key, 0.0) + message.bytes
+    return [Message(*key, size) for key, size in sums.items() if size]
+
+
+def plan_tensor_messages(config: Config, axes: Axes, micro_batches: int, distinct_tokens: float) -> list[Message]:
+    """Messages on the tensor axis: Megatron's all-reduces, or gathers and scatters with sequence parallelism.
+
+    Activation checkpointing repeats a block's forward messages, but for its last reduction: nothing that backward needs
+    depends on it. `distinct_tokens`: of a window.
+    """
+    if axes.tensor == 1:
+        return []
+    model, recomputed = config.model, config.train.activation_checkpointing
+    tokens = config.train.micro_batch * model.sequence_length * micro_batches
+    hidden, layers = compute_bytes(config) * tokens * model.width, model.layers
+    passes = 3 if recomputed else 2
+    messages = [
+        ring_message("norms of q and k", "all-reduce", "tensor", axes, FP32 * 2 * tokens * layers * passes),
+        ring_message("loss", "all-reduce", "tensor", axes, FP32 * 3 * tokens),
+    ]
+    # Embedding, two layers a block, head; forward and backward.
+    reductions = 2 + 4 * layers + (layers if recomputed else 0)
+    if config.parallel.sequence_parallel:
+        gathers = 2 + 4 * layers + (2 * layers if recomputed else 0)
+        replicated = _replicated_gradient_bytes(config, micro_batches)
+        messages += [
+            ring_message("activations", "all-gather", "tensor", axes, hidden * gathers),
+            ring_message("activations", "reduce-scatter", "tensor", axes, hidden * reductions),
+            ring_message("gradients of whole parameters", "all-reduce", "tensor", axes, replicated),
+        ]
+    else:
+        messages.append(ring_message("activations", "all-reduce", "tensor", axes, hidden * reductions))
+    method = method_of(config)
+    if method.extraction.enabled and method.extraction.norm:
+        views = sum(table.site not in RESIDUAL_SITES for table in method.layout().tables)
+        size = FP32 * distinct_tokens * views * passes * micro_batches
+        messages.append(ring_message("norms of vectors", "all-reduce", "tensor", axes, size))
+    return messages
+
+
+def _replicated_gradient_bytes(config: Config, micro_batches: int) -> float:
+    """Gradients of parameters that every rank holds whole and applies to its part of the sequence."""
+    method = method_of(config)
+    elements = (1 + 2 * config.model.layers) * config.model.width
+    for table in method.layout().tables:
+        taps = method.extractor_taps(table.site)
+        if table.site in RESIDUAL_SITES and taps:
+            length = taps[table.view % len(taps)]
+            elements += table.width * ((2 * length + 1) if method.extraction.gate else length)
+    return FP32 * elements * micro_batches

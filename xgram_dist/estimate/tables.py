@@ -1,0 +1,180 @@
+"""Tables on a rank: rows and optimizer state, the working set, the buffers and messages of the exchange.
+
+Expected counts (distinct tokens, vectors, rows hit in a step) come from `Traffic`. The exchange runs on the data axis:
+token ids to the owners, vectors back, gradients to the owners. On the tensor axis, vectors of residual sites are
+all-gathered and gradients of row gates all-reduced.
+"""
+
+from dataclasses import dataclass
+
+from xgram_dist.config.schema import Config
+from xgram_dist.estimate.comm import FP32, Axes, Message, ring_message
+from xgram_dist.estimate.device_traffic import exchange_bytes
+from xgram_dist.estimate.exchange import WIRE_BYTES
+from xgram_dist.estimate.flops import num_row_gates
+from xgram_dist.estimate.memory import INT64, Allocation
+from xgram_dist.estimate.traffic import Traffic, plan_window_sizes
+from xgram_dist.model.methods.base import table_layout
+from xgram_dist.tables.exchange_plan import ID_BYTES
+from xgram_dist.tables.layout import (
+    RESIDUAL_SITES,
+    reads_in_place,
+    residual_gradients_are_partial,
+)
+from xgram_dist.tables.optimizers.base import BLOCK_BYTES
+from xgram_dist.tables.optimizers.build import choose_optimizer
+
+STATE_PER_ELEMENT = {"dense": 3, "catch_up": 2, "lazy": 2}
+"""Numbers beside each element of a table: two moments; dense keeps a gradient too. adagrad: one a row and table."""
+UPDATE_PASSES = {"dense": 7, "catch_up": 21, "lazy": 19, "adagrad": 11}
+"""Reads and writes of each element that an update touches: all elements (dense), or those of the rows hit in the step,
+which are gathered, updated and scattered."""
+UPDATE_COPIES = {"dense": 0, "catch_up": 5, "lazy": 4, "adagrad": 2}
+"""Copies of the rows hit in the step, for the update. catch_up with several windows has one more, compiled one less;
+with one window it has another from fetch to update. On a CPU a copy is one block of BLOCK_BYTES."""
+HISTORY_BYTES = 1_200_000
+"""catch_up: the past steps that each optimizer remembers, for adamw_catchup.HISTORY steps."""
+
+
+@dataclass(frozen=True)
+class TableEstimate:
+    optimizer: str
+    allocations: list[Allocation]
+    messages: list[Message]
+    update_bytes: float
+    """Read and written by the update of this rank's rows."""
+    exchange_bytes: float
+    """Read and written in device memory by fetch and return."""
+    host_device_bytes: float
+    """Moved between host and device in a step; 0 unless rows are in host memory."""
+    window_sizes: list[int]
+    """Micro-batches of each window."""
+    distinct_tokens: float
+    """Of the largest window."""
+
+
+def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Traffic) -> TableEstimate:
+    slabs, per_micro_batch = (
+        table_layout(config, axes.tensor).slabs,
+        config.train.micro_batch * config.model.sequence_length,
+    )
+    window_sizes = plan_window_sizes(config, micro_batches, lambda count: traffic.seen(count * per_micro_batch)[0])
+    seen = [traffic.seen(count * per_micro_batch) for count in window_sizes]
+    distinct, largest_vectors = max(seen, key=lambda window: window[0])
+    hit_share = traffic.touched_share(per_micro_batch * micro_batches * axes.data)
+    optimizer = choose_optimizer(config, hit_share)
+    rows, hit_rows = traffic.rows_held, hit_share * traffic.rows_held
+    width, gates = sum(slab.width for slab in slabs), num_row_gates(config)
+    host = config.memory.placement == "host"
+    slab_elements = [count * slab.width for count, slab in zip(largest_vectors, slabs, strict=True)]
+    in_place = reads_in_place(config, same_device=not host)
+    one_owner = max(largest_vectors) <= distinct * (1 + 1e-9)  # each token has one owner
+    vectors_held = distinct
+    if in_place:  # rows of this rank that any rank reads, and vectors from the others
+        vectors_held = hit_rows + (1 - 1 / axes.data) * distinct
+    allocations = [
+        Allocation("tables", FP32 * rows * width + rows * (INT64 + len(slabs)), host=host),  # global row ids, hit flags
+        Allocation("row_gates", FP32 * rows * gates, host=host),
+        *_optimizer_allocations(config, optimizer, rows, hit_rows, len(window_sizes), axes.tensor, in_place),
+        Allocation("working_set", 2 * FP32 * vectors_held * _working_set_width(config, axes.tensor)),
+        Allocation("working_set", 2 * FP32 * vectors_held * _gathered_columns_width(config, axes.tensor)),
+        Allocation(
+            "exchange_buffers", _return_bytes(config, axes.data, slab_elements, one_owner, in_place), "exchange"
+        ),
+        Allocation("hit_gradients", FP32 * hit_rows * (width + gates), "exchange", host),
+    ]
+    vectors = [sum(of_slab[s] for _, of_slab in seen) for s in range(len(slabs))]
+    elements = sum(count * slab.width for count, slab in zip(vectors, slabs, strict=True))
+    return TableEstimate(
+        optimizer=optimizer,
+        allocations=allocations,
+        messages=[
+            *_exchange_messages(config, axes, sum(vectors), elements),
+            *_tensor_messages(config, axes, traffic, [count * per_micro_batch for count in window_sizes]),
+        ],
+        update_bytes=FP32 * UPDATE_PASSES[optimizer] * (rows if optimizer == "dense" else hit_rows) * (width + gates),
+        exchange_bytes=exchange_bytes(config, axes, hit_rows, sum(distinct for distinct, _ in seen)),
+        host_device_bytes=2 * FP32 * elements if host else 0.0,
+        window_sizes=window_sizes,
+        distinct_tokens=distinct,
+    )
+
+
+# Memory
+
+
+def _optimizer_allocations(
+    config: Config, optimizer: str, rows: float, hit_rows: float, windows: int, tensor: int, in_place: bool
+) -> list[Allocation]:
+    slabs, gates, host = table_layout(config, tensor).slabs, num_row_gates(config), config.memory.placement == "host"
+    width, optimizers = sum(slab.width for slab in slabs), len(slabs) * (2 if gates else 1)
+    if optimizer == "adagrad":
+        state, gate_state = FP32 * rows * len(table_layout(config).tables), FP32 * rows * gates
+    else:
+        per_element = STATE_PER_ELEMENT[optimizer]
+        state, gate_state = per_element * FP32 * rows * width, per_element * FP32 * rows * gates
+    hit_bytes, copies = FP32 * hit_rows * (width + gates), UPDATE_COPIES[optimizer]
+    copy_bytes = 0.0
+    if optimizer == "catch_up":
+        state += (2 * FP32 * rows + HISTORY_BYTES) * optimizers
+        copies += 1 if windows > 1 else -1 if config.train.compile else 0
+        copy_bytes += hit_bytes if windows == 1 and not in_place else 0
+    copy_bytes += copies * (BLOCK_BYTES * optimizers if host else hit_bytes)
+    return [
+        Allocation("table_optimizer", state, host=host),
+        Allocation("row_gate_optimizer", gate_state, host=host),
+        Allocation("hit_rows", copy_bytes, host=host),
+    ]
+
+
+def _working_set_width(config: Config, tensor: int) -> int:
+    """Columns of a token's vectors: those of residual sites whole on every rank, those of attention sites of its
+    heads."""
+    return sum(t.width * (tensor if t.site in RESIDUAL_SITES else 1) for t in table_layout(config, tensor).tables)
+
+
+def _gathered_columns_width(config: Config, tensor: int) -> int:
+    """Columns that a rank holds beside the whole vectors that it gathered from them on the tensor axis."""
+    return sum(t.width for t in table_layout(config, tensor).tables if t.site in RESIDUAL_SITES) if tensor > 1 else 0
+
+
+def _return_bytes(config: Config, ranks: int, slab_elements: list[float], one_owner: bool, in_place: bool) -> float:
+    """Buffers of the return when all gradients have arrived. `slab_elements`: of each slab's vectors, local rows
+    included."""
+    if ranks == 1:
+        return 0.0
+    wire, remote, elements = WIRE_BYTES[config.memory.wire], 1 - 1 / ranks, sum(slab_elements)
+    received = wire * elements * (remote if in_place else 1)
+    # With one owner a token, gradients are sent from the buffer in which they were accumulated.
+    send_copy = 0.0 if one_owner else FP32 * elements
+    cast = 0.0 if wire == FP32 else wire * remote * elements + FP32 * max(slab_elements)
+    return received + send_copy + cast
+
+
+# Messages
+
+
+def _exchange_messages(config: Config, axes: Axes, vectors: float, elements: float) -> list[Message]:
+    """On the data axis; local rows do not travel."""
+    remote, wire = (axes.data - 1) / axes.data, WIRE_BYTES[config.memory.wire]
+    return [
+        Message("token ids", "all-to-all", "data", axes.data, ID_BYTES * vectors * remote),
+        Message("table vectors", "all-to-all", "data", axes.data, wire * elements * remote),
+        Message("table gradients", "all-to-all", "data", axes.data, wire * elements * remote),
+    ]
+
+
+def _tensor_messages(config: Config, axes: Axes, traffic: Traffic, window_tokens: list[int]) -> list[Message]:
+    if axes.tensor == 1:
+        return []
+    residual = sum(table.width for table in table_layout(config).tables if table.site in RESIDUAL_SITES)
+    vectors = FP32 * residual * sum(traffic.seen(tokens)[0] for tokens in window_tokens)
+    hit_rows = sum(traffic.touched_share(tokens * axes.data) for tokens in window_tokens) * traffic.rows_held
+    gates = FP32 * hit_rows * num_row_gates(config)
+    messages = [
+        ring_message("residual-site vectors", "all-gather", "tensor", axes, vectors),
+        ring_message("row-gate gradients", "all-reduce", "tensor", axes, gates),
+    ]
+    if residual_gradients_are_partial(config):
+        messages.append(ring_message("residual-site gradients", "all-reduce", "tensor", axes, vectors))
+    return messages

@@ -1,1 +1,0 @@
-"""Checkpoints for other people's tools."""

@@ -1,1 +1,0 @@
-"""Token-indexed tables: routing, storage, exchange, extraction, injection."""

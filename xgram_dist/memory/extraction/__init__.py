@@ -1,1 +1,0 @@
-"""Stage 2: from retrieved rows to local n-gram features."""

@@ -1,1 +1,0 @@
-"""Stage 3: how features enter the network."""

@@ -1,1 +1,0 @@
-"""One file a method: what stands in a block, and what it makes of the vectors its tokens retrieve."""

@@ -1,0 +1,1 @@
+"""Memory methods: one file each."""

@@ -1,1 +1,0 @@
-"""What a recipe costs, computed from its numbers alone; nothing is allocated."""

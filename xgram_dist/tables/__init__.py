@@ -1,0 +1,1 @@
+"""Token-indexed tables, row-sharded over ranks: routing, exchange, shards, optimizers."""

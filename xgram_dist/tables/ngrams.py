@@ -1,0 +1,177 @@
+"""Engram's keys: the rows that the n-grams ending at a position hash to.
+
+In: the tokens of a batch [..., T], and a `Folding`. Out: keys [..., T, K], K by layer, order and head.
+
+    id(t)                   = folding[token at t]
+    hash(layer, order)      = xor over the order's positions i of  id(t - i) * multiplier[layer, order, i]
+    key(layer, order, head) = first row of (layer, order, head) + hash mod rows of the head
+
+Heads have prime numbers of rows, so that two n-grams that collide in one head do not in another. Multipliers are odd,
+and so small that no product leaves 63 bits. What lies before the sequence, and (with document masking) before the
+document, has an id that no token has. Keys are computed on the host, as a part of planning the exchange.
+
+A folding gives tokens the same id if their text is the same after normalisation. It is built from the text of every
+token and saved as one `.npz` file. Tokens that are not whole characters, and those beyond the tokenizer's, stay alone.
+"""
+
+import hashlib
+import unicodedata
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from xgram_dist.errors import UserError
+from xgram_dist.files import int_array, read_npz, write_npz
+
+# Folding
+
+FILE_KIND = "a folding file (training with memory.method = engram writes one)"
+BROKEN = "\ufffd"
+"""Stands in a text for bytes that are no whole character."""
+
+
+def normalised(text: str) -> str:
+    """NFKC, without accents, lower case, white space as one blank and none at the ends."""
+    decomposed = unicodedata.normalize("NFD", unicodedata.normalize("NFKC", text))
+    plain = "".join(letter for letter in decomposed if unicodedata.category(letter) != "Mn").lower()
+    return " ".join(plain.split()) or " "
+
+
+@dataclass(frozen=True, eq=False)
+class Folding:
+    ids: NDArray[Any]
+    """The group of each token of the vocabulary."""
+
+    @property
+    def arrays(self) -> list[NDArray[Any]]:
+        """What a decoder needs to look up keys."""
+        return [self.ids]
+
+    @staticmethod
+    def identity(vocabulary: int) -> "Folding":
+        return Folding(np.arange(vocabulary, dtype=np.int32))
+
+    @staticmethod
+    def build(text_of: Callable[[int], str], tokens: int, vocabulary: int) -> "Folding":
+        """`tokens`: of the tokenizer; the rest of the vocabulary is padding."""
+        groups: dict[str, int] = {}
+        ids = np.empty(vocabulary, dtype=np.int32)
+        for token in range(vocabulary):
+            text = text_of(token) if token < tokens else BROKEN
+            # A token that no text can spell stays alone.
+            key = f"\0{token}" if BROKEN in text or not text else normalised(text)
+            ids[token] = groups.setdefault(key, len(groups))
+        return Folding(ids)
+
+    def sha256(self) -> str:
+        return hashlib.sha256(self.ids.astype("<i4").tobytes()).hexdigest()
+
+    def save(self, path: Path) -> None:
+        write_npz(path, {"folding": self.ids})
+
+    @staticmethod
+    def load(path: Path, vocabulary: int) -> "Folding":
+        arrays = read_npz(path, FILE_KIND)
+        if "folding" not in arrays:
+            raise UserError(f"{path} is not {FILE_KIND}: it has no 'folding'")
+        ids = int_array(arrays, "folding", path, vocabulary)
+        if ids.min() < 0 or ids.max() >= vocabulary:
+            raise UserError(f"{path}: 'folding' holds ids outside the vocabulary of {vocabulary:,}")
+        return Folding(ids.astype(np.int32))
+
+    def __str__(self) -> str:
+        groups = int(self.ids.max()) + 1
+        return f"n-grams over {groups:,} folded ids of {len(self.ids):,} tokens"
+
+
+# Hashing
+
+
+@dataclass(frozen=True)
+class NgramHash:
+    orders: tuple[int, ...]
+    multipliers: tuple[tuple[tuple[int, ...], ...], ...]
+    """[layer][order][position]"""
+    rows: tuple[tuple[int, ...], ...]
+    """[order][head]"""
+    outside: int
+    """The id of what lies before the sequence."""
+
+    @property
+    def num_keys(self) -> int:
+        return len(self.multipliers) * sum(len(heads) for heads in self.rows)
+
+
+def plan_ngram_hash(
+    vocabulary: int, orders: tuple[int, ...], layers: tuple[int, ...], head_rows: tuple[int, ...]
+) -> NgramHash:
+    """`head_rows`: rows of each hash head of a layer, order by order."""
+    heads = len(head_rows) // len(orders)
+    return NgramHash(
+        orders=orders,
+        multipliers=tuple(tuple(_multipliers(layer, order, vocabulary) for order in orders) for layer in layers),
+        rows=tuple(head_rows[n * heads : (n + 1) * heads] for n in range(len(orders))),
+        outside=vocabulary,
+    )
+
+
+@lru_cache
+def primes_from(minimum: int, count: int) -> tuple[int, ...]:
+    """The first `count` primes that are at least `minimum`, ascending."""
+    primes: list[int] = []
+    number = max(2, minimum)
+    while len(primes) < count:
+        if all(number % divisor for divisor in range(2, int(number**0.5) + 1)):
+            primes.append(number)
+        number += 1
+    return tuple(primes)
+
+
+def _multipliers(layer: int, order: int, vocabulary: int) -> tuple[int, ...]:
+    limit = 2**63 // (vocabulary + 1) // 2
+    multipliers = []
+    for position in range(order):
+        digest = hashlib.blake2b(f"engram/{layer}/{order}/{position}".encode(), digest_size=8).digest()
+        multipliers.append(2 * (int.from_bytes(digest, "little") % limit) + 1)
+    return tuple(multipliers)
+
+
+class NgramKeys:
+    """Maps tokens to keys."""
+
+    def __init__(self, hashing: NgramHash, folding: NDArray[Any], end_of_text: int | None = None):
+        """`folding`: the id of each token. `end_of_text`: with document masking, the token that ends a document."""
+        self._hash, self._folding, self._end = hashing, folding.astype(np.int64), end_of_text
+
+    def __call__(self, tokens: NDArray[Any]) -> NDArray[Any]:
+        """[..., T] -> [..., T, K]."""
+        hashing, ids = self._hash, self._folding[tokens]
+        shifted = [self._shifted(ids, tokens, steps) for steps in range(max(hashing.orders))]
+        keys = np.empty((*tokens.shape, hashing.num_keys), dtype=np.int32)
+        column = first_row = 0
+        for layer_multipliers in hashing.multipliers:
+            for multipliers, heads in zip(layer_multipliers, hashing.rows, strict=True):
+                mixed = shifted[0] * multipliers[0]
+                for previous, multiplier in zip(shifted[1:], multipliers[1:], strict=False):
+                    mixed ^= previous * multiplier
+                for rows in heads:
+                    keys[..., column] = mixed % rows + first_row
+                    column, first_row = column + 1, first_row + rows
+        return keys
+
+    def _shifted(self, ids: NDArray[Any], tokens: NDArray[Any], steps: int) -> NDArray[Any]:
+        """ids[t - steps]."""
+        if steps == 0:
+            return ids
+        shifted = np.full_like(ids, self._hash.outside)
+        shifted[..., steps:] = ids[..., :-steps]
+        if self._end is not None:
+            ends = (tokens == self._end).astype(np.int64)
+            documents = np.cumsum(ends, axis=-1) - ends  # an end-of-text token still belongs to the document it ends
+            shifted[..., steps:][documents[..., steps:] != documents[..., :-steps]] = self._hash.outside
+        return shifted

@@ -1,0 +1,228 @@
+"""AdamW on table rows: hyperparameters, moments, a step on gathered rows; the dense sweep and the lazy variant.
+
+    DenseAdamW    sweeps all rows every step: untouched rows decay, and their momentum still moves them
+    LazyAdamW     updates touched rows only: the others neither decay nor move
+
+Exact AdamW that touches only the rows of a step is in adamw_catchup.py.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from xgram_dist.parallel.device import advise_huge_pages
+from xgram_dist.tables.optimizers.base import (
+    OptimizerState,
+    RowBlocks,
+    RowOptimizer,
+    alias,
+    compile_pass,
+    mark_rows_dynamic,
+    row_rates,
+)
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """Hyperparameters. Weight decay is decoupled, as in torch.optim.AdamW."""
+
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+
+
+class Moments:
+    """First and second moment of every row, and the number of steps taken. All AdamW variants save them under the same
+    names, so one can resume from another's checkpoint."""
+
+    def __init__(self, values_SW: Tensor):
+        self.first, self.second = (advise_huge_pages(torch.empty_like(values_SW)).zero_() for _ in range(2))
+        # fp32, as the fused kernel requires; exact up to 2^24 steps.
+        self.step = torch.zeros((), dtype=torch.float32, device=values_SW.device)
+
+    def nbytes(self) -> int:
+        return self.first.nbytes + self.second.nbytes
+
+    def state(self) -> OptimizerState:
+        return OptimizerState(columns={"first": self.first, "second": self.second}, replicated={"step": self.step})
+
+
+def adamw_(
+    adamw: AdamW, values: Tensor, gradient: Tensor, moments: tuple[Tensor, Tensor], step: Tensor, rate: float
+) -> None:
+    """One step of torch.optim.AdamW on contiguous tensors of one shape, in place. `step` already counts this one."""
+    torch._fused_adamw_(
+        [values],
+        [gradient],
+        [moments[0]],
+        [moments[1]],
+        [],
+        [step],
+        lr=rate,
+        beta1=adamw.betas[0],
+        beta2=adamw.betas[1],
+        weight_decay=adamw.weight_decay,
+        eps=adamw.eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+class GatheredAdamW(RowOptimizer):
+    """AdamW on rows that are gathered, updated and written back."""
+
+    def __init__(self, values_SW: Tensor, num_vip: int, adamw: AdamW):
+        super().__init__(values_SW, num_vip)
+        self.adamw, self.moments = adamw, Moments(values_SW)
+        self._blocks = RowBlocks(values_SW)
+        self._without_decay = AdamW(adamw.betas, adamw.eps, 0.0)
+
+    def nbytes(self) -> int:
+        return self.moments.nbytes()
+
+    def state(self) -> OptimizerState:
+        return self.moments.state()
+
+    def load_replicated(self, saved: dict[str, Tensor]) -> None:
+        self.moments.step.copy_(saved["step"])
+
+    def _step_in_blocks(
+        self,
+        rows_R: Tensor,
+        gradient_RW: Tensor,
+        rates: tuple[float, float],
+        factor: float,
+        shrink: tuple[Tensor, Tensor] | None = None,
+        values_RW: Tensor | None = None,
+    ) -> None:
+        """One step on these rows. `shrink`: factors of their moments before the step. `values_RW`: their caught-up
+        values, overwritten; without it the table's are current."""
+        moments = self.moments
+        moments.step.add_(1)
+        one_rate = not 0 < self.num_vip < self.values.shape[0]
+        if factor != 1:
+            gradient_RW.mul_(factor)
+        rate_R1 = None if one_rate else row_rates(rows_R, self.num_vip, rates, self.values.dtype)
+        for block in self._blocks.slices(rows_R):
+            rows_B = rows_R[block]
+            first_BW, second_BW, values_BW, move_BW = self._blocks.buffers(rows_B, 4)
+            torch.index_select(moments.first, 0, rows_B, out=first_BW)
+            torch.index_select(moments.second, 0, rows_B, out=second_BW)
+            if values_RW is None:
+                torch.index_select(self.values, 0, rows_B, out=values_BW)
+            else:
+                values_BW = values_RW[block]
+            if shrink is not None:
+                first_BW.mul_(shrink[0][block])
+                second_BW.mul_(shrink[1][block])
+            both = first_BW, second_BW
+            if rate_R1 is None:
+                rate = rates[0] if self.num_vip else rates[1]
+                adamw_(self.adamw, values_BW, gradient_RW[block], both, moments.step, rate)
+            else:
+                # Rates differ by row: a step from 0 at rate 1 gives the movement, which is then scaled.
+                adamw_(self._without_decay, move_BW.zero_(), gradient_RW[block], both, moments.step, 1.0)
+                values_BW.addcmul_(values_BW, rate_R1[block], value=-self.adamw.weight_decay)
+                values_BW.addcmul_(move_BW, rate_R1[block])
+            moments.first.index_copy_(0, rows_B, first_BW)
+            moments.second.index_copy_(0, rows_B, second_BW)
+            self.values.index_copy_(0, rows_B, values_BW)
+
+
+class CompiledAdamWStep:
+    """The same step as one compiled pass, for rows whose caught-up values are at hand."""
+
+    def __init__(self, values_SW: Tensor, moments: Moments, adamw: AdamW, num_vip: int):
+        self.values, self.moments, self.adamw, self.num_vip = values_SW, moments, adamw, num_vip
+        self._pass = compile_pass(_step_rows_)
+
+    def __call__(
+        self,
+        rows_R: Tensor,
+        gradient_RW: Tensor,
+        rates: tuple[float, float],
+        factor: float,
+        shrink: tuple[Tensor, Tensor],
+        values_RW: Tensor,
+    ) -> None:
+        moments = self.moments
+        moments.step.add_(1)
+        written = self.values, alias(moments.first), alias(moments.second)
+        tensors = *written, moments.first, moments.second, rows_R, values_RW, gradient_RW
+        # Numbers shared by a whole row are computed here: inside the pass they would be computed for each element.
+        speed_R1 = row_rates(rows_R, self.num_vip, rates, self.values.dtype)
+        keep_R1 = 1 - self.adamw.weight_decay * speed_R1
+        bias1, root2 = (1 - beta ** moments.step.double() for beta in self.adamw.betas)
+        root2 = root2.sqrt()
+        floor_R1 = torch.full_like(speed_R1, self.adamw.eps) * root2
+        beta1, beta2 = self.adamw.betas
+        old = beta1 * shrink[0], beta2 * shrink[1]
+        new = (torch.full_like(speed_R1, weight) for weight in ((1 - beta1) * factor, (1 - beta2) * factor**2))
+        numbers = *old, *new, keep_R1, (speed_R1 * (root2 / bias1)).to(speed_R1), floor_R1
+        mark_rows_dynamic(rows_R, values_RW, gradient_RW, *numbers)
+        self._pass(*tensors, *numbers)
+
+
+def _step_rows_(
+    written_values_SW: Tensor,
+    written_first_SW: Tensor,
+    written_second_SW: Tensor,
+    first_SW: Tensor,
+    second_SW: Tensor,
+    rows_R: Tensor,
+    values_RW: Tensor,
+    gradient_RW: Tensor,
+    old_first_R1: Tensor,
+    old_second_R1: Tensor,
+    new_first_R1: Tensor,
+    new_second_R1: Tensor,
+    keep_R1: Tensor,
+    move_R1: Tensor,
+    floor_R1: Tensor,
+) -> None:
+    """One AdamW step on distinct rows as a single expression for the compiler: read once, written once. `old_*`,
+    `new_*`: weights of the moments so far, and of the gradient and its square."""
+    first_RW = old_first_R1 * first_SW[rows_R] + new_first_R1 * gradient_RW
+    second_RW = old_second_R1 * second_SW[rows_R] + new_second_R1 * gradient_RW * gradient_RW
+    moved_RW = keep_R1 * values_RW - move_R1 * (first_RW / (second_RW.sqrt() + floor_R1))
+    written_values_SW.index_copy_(0, rows_R, moved_RW)
+    written_first_SW.index_copy_(0, rows_R, first_RW)
+    written_second_SW.index_copy_(0, rows_R, second_RW)
+
+
+class DenseAdamW(RowOptimizer):
+    """A sweep over all rows each step. Four passes over the whole table (values, gradient, two moments), and a gradient
+    buffer of the table's size."""
+
+    def __init__(self, values_SW: Tensor, num_vip: int, adamw: AdamW):
+        super().__init__(values_SW, num_vip)
+        self.adamw, self.moments = adamw, Moments(values_SW)
+        self._gradient = torch.zeros_like(values_SW)  # non-zero during `update` only, in the rows of the step
+
+    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:
+        moments = self.moments
+        moments.step.add_(1)
+        self._gradient.index_copy_(0, rows_R, gradient_RW if factor == 1 else gradient_RW.mul_(factor))
+        for rate, rows in zip(rates, (slice(None, self.num_vip), slice(self.num_vip, None)), strict=True):
+            if self.values[rows].numel():
+                both = moments.first[rows], moments.second[rows]
+                adamw_(self.adamw, self.values[rows], self._gradient[rows], both, moments.step, rate)
+        self._gradient.index_fill_(0, rows_R, 0.0)
+
+    def nbytes(self) -> int:
+        return self.moments.nbytes() + self._gradient.nbytes
+
+    def state(self) -> OptimizerState:
+        return self.moments.state()
+
+    def load_replicated(self, saved: dict[str, Tensor]) -> None:
+        self.moments.step.copy_(saved["step"])
+
+
+class LazyAdamW(GatheredAdamW):
+    """Updates touched rows only. A row's moments average over the steps that touched it; bias correction counts all
+    steps, as in torch.optim.SparseAdam."""
+
+    def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:
+        self._step_in_blocks(rows_R, gradient_RW, rates, factor)

@@ -1,0 +1,366 @@
+"""A shard: what one rank owns of a slab. Rows, gates, and their optimizer state.
+
+    window = shard.begin(plan, local_QW)      the rows a window reads; the first window of a step begins `shard.step`
+    window.gather_remote()                    vectors for the ranks that requested them
+    window.gather_local()                     this rank's own vectors, while the remote ones are in flight
+    shard.step.add_gradient(...)              gradient of the vectors -> gradient of rows and gates
+    shard.step.apply(rates) or .abandon()     the update; or the step is skipped
+
+A gradient covers the rows that a step touched and no others, so norm and clipping cost what was touched. Rows of an
+optimizer that defers work (catch-up AdamW) are current whenever they are read.
+
+Collectives: an all-reduce of the gate gradients on the tensor axis, since a gate scales all columns of its row.
+Shapes: S rows held here, R touched rows, Q vectors, W slab width, J tables of the slab.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from xgram_dist.config import Config
+from xgram_dist.parallel.device import advise_huge_pages
+from xgram_dist.parallel.mesh import Mesh
+from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.tables.exchange_plan import PartOfStep, SlabPlan
+from xgram_dist.tables.initial_rows import initial_rows
+from xgram_dist.tables.layout import Slab
+from xgram_dist.tables.lookup import GatheredAccesses, RowGradient, ZeroCopyAccesses, scale_rows
+from xgram_dist.tables.optimizers.base import PendingRows, RowOptimizer
+from xgram_dist.tables.optimizers.build import TableOptimizerSettings, TableRates
+from xgram_dist.tables.routing import Routing
+from xgram_dist.tables.row_sharding import RowSharding
+
+INIT_ELEMENTS = 1 << 20
+"""Elements initialised at a time; bounds the temporary memory."""
+
+
+@dataclass
+class ShardState:
+    """All state of a shard as live tensors, to be saved or overwritten. Rows come in the order of `row_ids`."""
+
+    row_ids: Tensor
+    """Global row ids [S]."""
+    columns: dict[str, Tensor] = field(default_factory=dict)
+    """TABLE.rows and what the optimizer keeps for each element [S, width]; cut by columns over the tensor axis."""
+    tables: dict[str, Tensor] = field(default_factory=dict)
+    """TABLE.gates and other numbers for each row and table [S]; the same on all ranks of the tensor axis."""
+    rows: dict[str, Tensor] = field(default_factory=dict)
+    """view-V.NAME: a number for each row, shared by all tables of the view [S]."""
+    replicated: dict[str, Tensor] = field(default_factory=dict)
+    """view-V.NAME: small tensors that are the same on every rank."""
+
+
+class Shard:
+    """Rows [S, W] of one slab held by this rank, their gates [S, J], and their optimizers."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        row_ids: Tensor,
+        rows: Tensor,
+        gates: Tensor | None,
+        tensor_group: ProcessGroup,
+        settings: TableOptimizerSettings,
+        num_vip: int,
+    ):
+        """`row_ids`: global id of each row, ascending. `tensor_group`: the ranks that hold the other columns of these
+        rows, for tensors on the device of the rows; gates are the same on all of them. `num_vip`: how many of the first
+        rows are VIP rows."""
+        self.slab, self.row_ids, self.rows, self.gates, self.tensor_group = slab, row_ids, rows, gates, tensor_group
+        self.hit = torch.zeros(len(row_ids), dtype=torch.bool, device=rows.device)
+        """Rows that training has touched so far."""
+        self.row_optimizer: RowOptimizer = settings.build(rows, self.widths, num_vip, tensor_group)
+        self.gate_optimizer = None if gates is None else settings.build_for_gates(gates)
+        self.step: StepRows | None = None
+        """Rows of the training step under way."""
+
+    @property
+    def widths(self) -> list[int]:
+        return [table.width for table in self.slab.tables]
+
+    @property
+    def names(self) -> list[str]:
+        return [table.name for table in self.slab.tables]
+
+    @property
+    def optimizers(self) -> list[RowOptimizer]:
+        return [self.row_optimizer] if self.gate_optimizer is None else [self.row_optimizer, self.gate_optimizer]
+
+    @property
+    def gradient(self) -> RowGradient | None:
+        return None if self.step is None else self.step.gradient
+
+    def begin(self, plan: SlabPlan, local_QW: Tensor, *, training: bool = True) -> "WindowRows":
+        """The rows that a window reads. `local_QW`: memory for this rank's own vectors."""
+        rows_R = plan.accesses.touched_R
+        if not training:
+            self.catch_up(rows_R, moments=True)
+            return WindowRows(self, plan, local_QW, *self._table_rows(rows_R))
+        if plan.part is None:
+            self.step = WholeStepRows(self, rows_R)
+            return WindowRows(self, plan, local_QW, self.step.rows, self.step.gates)
+        if not isinstance(self.step, WindowedStepRows):
+            self.step = WindowedStepRows(self, plan.part)
+        self.catch_up(rows_R, moments=False)
+        return WindowRows(self, plan, local_QW, *self._table_rows(rows_R))
+
+    def _table_rows(self, rows_R: Tensor) -> tuple[PendingRows, PendingRows | None]:
+        """Rows whose current values are in the table."""
+        return PendingRows(self.rows, rows_R), None if self.gates is None else PendingRows(self.gates, rows_R)
+
+    def catch_up(self, rows_R: Tensor, *, moments: bool) -> None:
+        for optimizer in self.optimizers:
+            optimizer.catch_up(rows_R, moments=moments)
+
+    def catch_up_all(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.catch_up_all()
+
+    def state_dict(self) -> ShardState:
+        """The whole state, with the global row ids. Nothing is copied or caught up."""
+        state = ShardState(self.row_ids)
+        view = f"view-{self.slab.view}"
+        tensors = [("rows", self.rows, self.row_optimizer)]
+        if self.gates is not None and self.gate_optimizer is not None:
+            tensors.append(("gates", self.gates, self.gate_optimizer))
+        for kind, values, optimizer in tensors:
+            kept = optimizer.state()
+            for suffix, tensor in {"": values, **{f".{key}": one for key, one in kept.columns.items()}}.items():
+                for number, (name, columns) in enumerate(self.slab.columns().items()):
+                    if kind == "rows":
+                        state.columns[f"{name}.{kind}{suffix}"] = tensor[:, columns]
+                    else:
+                        state.tables[f"{name}.{kind}{suffix}"] = tensor[:, number]
+            for key, tensor in kept.tables.items():
+                state.tables |= {f"{name}.{kind}.{key}": tensor[:, j] for j, name in enumerate(self.names)}
+            state.rows |= {f"{view}.{kind}.{key}": tensor for key, tensor in kept.rows.items()}
+            state.replicated |= {f"{view}.{kind}.{key}": tensor for key, tensor in kept.replicated.items()}
+        state.rows[f"{view}.hit"] = self.hit
+        return state
+
+    def load_replicated(self, saved: dict[str, Tensor]) -> None:
+        """After the other tensors of `state_dict` were overwritten: its saved `replicated`."""
+        for kind, optimizer in zip(("rows", "gates"), self.optimizers, strict=False):
+            prefix = f"view-{self.slab.view}.{kind}."
+            optimizer.load_replicated(
+                {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
+            )
+
+
+class WindowRows:
+    """The rows that one window reads from a shard: the segment that remote ranks request first, then the rest."""
+
+    def __init__(self, shard: Shard, plan: SlabPlan, local_QW: Tensor, rows: PendingRows, gates: PendingRows | None):
+        self._shard, self._plan, self._local_QW = shard, plan, local_QW
+        self._pending, self._pending_gates = rows, gates
+        accesses, num_rows = plan.accesses, plan.accesses.touched_R.numel()
+        self._segments = slice(0, accesses.num_remote), slice(accesses.num_remote, num_rows)
+        # Zero-copy: the working set's memory is where the rows are gathered.
+        zero_copy = isinstance(accesses, ZeroCopyAccesses)
+        self._rows_RW = local_QW if zero_copy else shard.rows.new_empty(num_rows, shard.rows.shape[1])
+        self._gates_RJ = None if shard.gates is None else shard.gates.new_empty(num_rows, shard.gates.shape[1])
+        self._scaled_RW = self._rows_RW if self._gates_RJ is None else torch.empty_like(self._rows_RW)
+
+    def gather_remote(self) -> Tensor:
+        """One vector for each token that remote ranks request."""
+        self._gather(self._segments[0])
+        return self._plan.accesses.remote.retrieve(self._scaled_RW)
+
+    def gather_local(self) -> None:
+        """This rank's own vectors, into the memory given to `begin`. Call after `gather_remote`."""
+        self._gather(self._segments[1])
+        accesses = self._plan.accesses
+        if isinstance(accesses, GatheredAccesses):
+            accesses.local.retrieve_into(self._local_QW, self._scaled_RW)
+
+    def _gather(self, segment: slice) -> None:
+        self._pending.gather(segment, self._rows_RW)
+        if self._pending_gates is not None and self._gates_RJ is not None:
+            self._pending_gates.gather(segment, self._gates_RJ)
+            rows_RW, gates_RJ = self._rows_RW[segment], self._gates_RJ[segment]
+            scale_rows(self._scaled_RW[segment], rows_RW, gates_RJ, self._shard.widths)
+
+
+class StepRows(ABC):
+    """The rows of a shard that one training step touches, from the first fetch to the update."""
+
+    gradient: RowGradient | None = None
+
+    def __init__(self, shard: Shard):
+        self.shard = shard
+
+    def add_gradient(self, plan: SlabPlan, remote_QW: Tensor, local_RW: Tensor, num_ranks: int) -> None:
+        """The gradient of a window's vectors, as the mean over the ranks. `remote_QW`: as received; for gathered reads
+        this rank's own come first. `local_RW`: this rank's own, overwritten; used by zero-copy reads alone."""
+        shard, accesses = self.shard, plan.accesses
+        if isinstance(accesses, ZeroCopyAccesses):
+            new = accesses.row_gradient(local_RW, remote_QW, num_ranks)
+        else:
+            assert isinstance(accesses, GatheredAccesses)
+            gated = None if shard.gates is None else self._values_read(plan)
+            new = accesses.row_gradient(remote_QW, gated, shard.widths, num_ranks)
+        if new.gates_RJ is not None:
+            shard.tensor_group.all_reduce_sum(new.gates_RJ)
+        shard.hit.index_fill_(0, new.touched_R, True)
+        self._accumulate(plan, new)
+
+    @abstractmethod
+    def _values_read(self, plan: SlabPlan) -> tuple[Tensor, Tensor]:
+        """Rows and gates that the window's forward pass read."""
+
+    @abstractmethod
+    def _accumulate(self, plan: SlabPlan, new: RowGradient) -> None: ...
+
+    def apply(self, rates: TableRates) -> None:
+        """One optimizer step on the touched rows and gates."""
+        if self.gradient is not None:
+            self._apply(self.gradient, rates)
+        self.shard.step = None
+
+    @abstractmethod
+    def _apply(self, gradient: RowGradient, rates: TableRates) -> None: ...
+
+    def abandon(self) -> None:
+        """Skip the step: the rows are caught up as if they had not been read for an update."""
+        if self.gradient is not None:
+            self.shard.catch_up(self.gradient.touched_R, moments=True)
+        self.shard.step = None
+
+
+class WholeStepRows(StepRows):
+    """One window is the whole step: the copies made for the fetch serve the update too."""
+
+    def __init__(self, shard: Shard, rows_R: Tensor):
+        super().__init__(shard)
+        self.rows = shard.row_optimizer.begin(rows_R)
+        self.gates = None if shard.gate_optimizer is None else shard.gate_optimizer.begin(rows_R)
+
+    def _values_read(self, plan: SlabPlan) -> tuple[Tensor, Tensor]:
+        assert self.gates is not None
+        return self.rows.values(), self.gates.values()
+
+    def _accumulate(self, plan: SlabPlan, new: RowGradient) -> None:
+        self.gradient = new
+
+    def _apply(self, gradient: RowGradient, rates: TableRates) -> None:
+        shard, factor = self.shard, gradient.factor
+        shard.row_optimizer.update_pending(self.rows, gradient.rows_RW, (rates.vip, rates.body), factor)
+        if shard.gate_optimizer is not None and self.gates is not None and gradient.gates_RJ is not None:
+            shard.gate_optimizer.update_pending(self.gates, gradient.gates_RJ, (rates.gates, rates.gates), factor)
+
+
+class WindowedStepRows(StepRows):
+    """Several windows: rows are caught up in place for each, and their gradients add up over the step."""
+
+    def __init__(self, shard: Shard, part: PartOfStep):
+        super().__init__(shard)
+        self._touched_R = part.step_rows
+
+    def _values_read(self, plan: SlabPlan) -> tuple[Tensor, Tensor]:
+        assert self.shard.gates is not None
+        rows_R = plan.accesses.touched_R
+        return self.shard.rows.index_select(0, rows_R), self.shard.gates.index_select(0, rows_R)
+
+    def _accumulate(self, plan: SlabPlan, new: RowGradient) -> None:
+        assert plan.part is not None
+        assert new.factor == 1, "zero-copy reads are for a window that is the whole step"
+        if self.gradient is None:
+            count = self._touched_R.numel()
+            gates = None if new.gates_RJ is None else new.gates_RJ.new_zeros(count, new.gates_RJ.shape[1])
+            rows = new.rows_RW.new_zeros(count, new.rows_RW.shape[1])
+            self.gradient = RowGradient(self._touched_R, rows, gates)
+        self.gradient.rows_RW.index_add_(0, plan.part.index_R, new.rows_RW)
+        if self.gradient.gates_RJ is not None and new.gates_RJ is not None:
+            self.gradient.gates_RJ.index_add_(0, plan.part.index_R, new.gates_RJ)
+
+    def _apply(self, gradient: RowGradient, rates: TableRates) -> None:
+        shard, rows_R, factor = self.shard, gradient.touched_R, gradient.factor
+        shard.row_optimizer.update(rows_R, gradient.rows_RW, (rates.vip, rates.body), factor)
+        if shard.gate_optimizer is not None and gradient.gates_RJ is not None:
+            shard.gate_optimizer.update(rows_R, gradient.gates_RJ, (rates.gates, rates.gates), factor)
+
+
+class TableShards:
+    """All shards of this rank, one a slab."""
+
+    def __init__(
+        self,
+        config: Config,
+        slabs: tuple[Slab, ...],
+        routing: Routing | None,
+        device: torch.device,
+        sharding: RowSharding,
+        mesh: Mesh,
+        settings: TableOptimizerSettings,
+    ):
+        assert (routing is None) == (config.memory.compression == 1)
+        row_ids = torch.tensor(sharding.rows_of(mesh.data.rank), device=device, dtype=torch.int64)
+        num_vip = int((row_ids < routing.vip_rows).sum()) if routing is not None else 0
+        self.sharding, self.settings, self.num_vip = sharding, settings, num_vip
+        self.num_rows = len(sharding.owner)
+        self._tensor_size = mesh.tensor.size
+        gated = config.memory.row_gates and config.memory.compression < 1
+        self._shards: list[Shard] = []
+        tensor_group = mesh.tensor.for_device(device)
+        for slab in slabs:
+            rows = _initial_slab(slab, row_ids, config, device, mesh.tensor.rank)
+            gates = None
+            if gated:
+                gates = torch.full((len(row_ids), len(slab.tables)), config.memory.row_gate_init, device=device)
+            self._shards.append(Shard(slab, row_ids, rows, gates, tensor_group, settings, num_vip))
+
+    def __iter__(self) -> Iterator[Shard]:
+        return iter(self._shards)
+
+    def __getitem__(self, index: int) -> Shard:
+        return self._shards[index]
+
+    def __len__(self) -> int:
+        return len(self._shards)
+
+    def gradient_square_sum(self) -> Tensor:
+        """This rank's share of the squared norm of all table gradients: the sum over all ranks is the norm's."""
+        total = self._shards[0].rows.new_zeros(())
+        for shard in self._shards:
+            gradient = shard.gradient
+            if gradient is not None:
+                squares = torch.linalg.vector_norm(gradient.rows_RW).square()
+                if gradient.gates_RJ is not None:
+                    squares = squares + torch.linalg.vector_norm(gradient.gates_RJ).square() / self._tensor_size
+                total = total + squares * gradient.factor**2
+        return total
+
+    def apply(self, rates: TableRates, clip: float = 1.0) -> None:
+        """One optimizer step of all shards. `clip`: factor of the gradients by joint clipping."""
+        for shard in self._shards:
+            if shard.step is not None:
+                if shard.step.gradient is not None and clip < 1:
+                    shard.step.gradient.factor *= clip
+                shard.step.apply(rates)
+
+    def abandon(self) -> None:
+        """Skip the step under way."""
+        for shard in self._shards:
+            if shard.step is not None:
+                shard.step.abandon()
+
+    def rows_hit(self) -> tuple[int, int]:
+        """(distinct rows that training has touched so far, rows held here), over all tables."""
+        hit = sum(int(shard.hit.sum()) * len(shard.slab.tables) for shard in self._shards)
+        return hit, sum(len(shard.row_ids) * len(shard.slab.tables) for shard in self._shards)
+
+
+def _initial_slab(slab: Slab, row_ids: Tensor, config: Config, device: torch.device, tensor_rank: int) -> Tensor:
+    values = advise_huge_pages(torch.empty(len(row_ids), slab.width, device=device))
+    for table in slab.tables:
+        columns = slab.columns()[table.name]
+        step = max(1, INIT_ELEMENTS // table.width)
+        for start in range(0, len(row_ids), step):
+            rows = row_ids[start : start + step]
+            values[start : start + step, columns] = initial_rows(
+                rows, table.width, config.model.init_std, config.train.seed, table.name, tensor_rank * table.width
+            )
+    return values

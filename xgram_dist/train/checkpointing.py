@@ -1,0 +1,206 @@
+"""Checkpoints of a run: what is saved, when, and what a run starts from.
+
+A run starts from the newest intact checkpoint of its own folder; else from the checkpoint named by `--from`
+(`StartCheckpoint`); else from initial values. It saves every `checkpoint.every` steps or `checkpoint.minutes`, and at
+its end. All ranks call `resume`, `start_from` and `save`.
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from xgram_dist.checkpoint.folder import checkpoints_at
+from xgram_dist.checkpoint.init_from import init_from_checkpoint, summary_rows
+from xgram_dist.checkpoint.lease import Lease
+from xgram_dist.checkpoint.load import load_checkpoint, load_newest
+from xgram_dist.checkpoint.manifest import Manifest
+from xgram_dist.checkpoint.safetensors_io import DamagedFileError
+from xgram_dist.checkpoint.save import Saver, SaveResult
+from xgram_dist.checkpoint.sharded_tensor import training_state
+from xgram_dist.config import Config, dump_config, parse_config
+from xgram_dist.console import print_table
+from xgram_dist.data.dataset import PreparedData
+from xgram_dist.data.loader import Loader
+from xgram_dist.errors import UserError
+from xgram_dist.model.methods.base import Keys
+from xgram_dist.parallel.mesh import Mesh
+from xgram_dist.tables.routing import Routing
+from xgram_dist.train.inputs import KEYS_FILE, check_init_from, check_keys
+from xgram_dist.train.run_dir import ROUTING
+from xgram_dist.train.step import JointOptimizer
+
+
+@dataclass
+class TrainState:
+    """Progress of a run, beside the weights and the optimizer."""
+
+    step: int = 0
+    """The last step that was done."""
+    position: int = 0
+    """Global sequences trained on."""
+    skipped: int = 0
+    """Steps whose loss or gradient was not finite."""
+    skipped_in_a_row: int = 0
+    loss: Tensor | float | None = None
+    """Of the last step."""
+    started_from: dict[str, Any] | None = None
+    """The checkpoint of another run that this one started from."""
+
+
+@dataclass(frozen=True)
+class StartCheckpoint:
+    """`--from PATH`: the checkpoint of another run that a new run starts from."""
+
+    path: Path
+    weights_only: bool
+    """False: the whole state, with optimizer, step and data position."""
+
+    @staticmethod
+    def find(path: Path, folder: Path, *, weights_only: bool, fresh: bool) -> "StartCheckpoint":
+        """The newest intact checkpoint at a path. `folder`: of the new run, which `fresh` clears."""
+        if fresh and path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"--from {path} lies in '{folder}', which --fresh clears; choose another --folder")
+        damage: DamagedFileError | None = None
+        for checkpoint in reversed(checkpoints_at(path)):
+            try:
+                Manifest.read(checkpoint)
+                return StartCheckpoint(checkpoint, weights_only)
+            except DamagedFileError as error:
+                damage = damage or error
+        assert damage is not None
+        raise damage
+
+
+class RunCheckpoints:
+    def __init__(
+        self,
+        config: Config,
+        folder: Path,
+        mesh: Mesh,
+        optimizer: JointOptimizer,
+        data: PreparedData,
+        loader: Loader,
+        routing: Routing | None,
+        keys: Keys | None,
+        lease: Lease | None,
+        say: Callable[[str], None],
+    ):
+        """`say` prints a line on the first rank."""
+        self._config, self._folder, self._mesh, self._say = config, folder, mesh, say
+        self._engine, self._shards = optimizer.engine, optimizer.shards
+        self._data, self._loader, self._routing, self._keys = data, loader, routing, keys
+        self._saver = Saver(folder, config.checkpoint, mesh.world, lease)
+
+    # ---- starting
+
+    def resume(self) -> TrainState | None:
+        """Load the newest intact checkpoint of the run folder; None if there is no checkpoint."""
+        facts, complaints = load_newest(
+            self._folder, self._engine, self._shards, self._routing, self._mesh, self._accept
+        )
+        for complaint in complaints:
+            self._say(complaint)
+        if facts is None:
+            if complaints:
+                raise UserError(f"'{self._folder}' has no checkpoint to resume from; start over with --fresh")
+            return None
+        self._say(f"resuming after step {facts['step']}")
+        return _state_of(facts)
+
+    def start_from(self, start: StartCheckpoint) -> TrainState:
+        """Load the state, or the weights alone, of another run."""
+        # The other run may save meanwhile, so that ranks see different newest checkpoints: all take the first rank's.
+        folder = Path(self._mesh.world.all_gather_object(str(start.path))[0])
+        if start.weights_only:
+            tokenizer = self._data.manifest.tokenizer_sha256
+            check_init_from(folder, Manifest.read(folder).run, self._config, self._keys)
+            facts, summaries = init_from_checkpoint(
+                folder, self._engine, self._shards, self._routing, self._mesh, tokenizer
+            )
+            self._say(f"weights of {folder}, step {facts['step']:,}:")
+            print_table(["part", "taken", "of", ""], summary_rows(summaries), self._say, left=(0, 3))
+            state = TrainState()
+        else:
+            facts = load_checkpoint(folder, self._engine, self._shards, self._routing, self._mesh, self._accept)
+            state = _state_of(facts)
+            self._say(f"state of {folder}: resuming after step {state.step}")
+        state.started_from = {
+            "checkpoint": str(folder),
+            "name": parse_config(facts["config"]).name,
+            "step": facts["step"],
+            "weights_only": start.weights_only,
+        }
+        return state
+
+    def _accept(self, facts: dict[str, Any]) -> None:
+        check_keys(facts.get("keys"), self._keys)
+        self._loader.load_state_dict(facts["loader"])
+
+    # ---- saving
+
+    def due(self, step: int) -> bool:
+        """Whether it is time to save. The clocks of ranks differ: the first rank decides."""
+        return self._mesh.world.first and self._saver.due(step)
+
+    def save(self, state: TrainState, *, wait: bool) -> list[SaveResult]:
+        """Save in the background, or `wait`. Returns the saves that ended meanwhile."""
+        tensors = training_state(self._engine, self._shards, self._mesh)
+        return self._saver.save(tensors, self._facts(state), self._files(), wait=wait)
+
+    def finished(self) -> list[SaveResult]:
+        """A background save that has ended since the last call."""
+        return self._saver.finished_saves()
+
+    def wait(self, seconds: float) -> None:
+        """Until the save under way has ended, if it ends in time."""
+        self._saver.wait(seconds)
+
+    def close(self) -> None:
+        self._saver.close()
+
+    def _facts(self, state: TrainState) -> dict[str, Any]:
+        mesh, shards = self._mesh, self._shards
+        return {
+            "step": state.step,
+            "updates": self._engine.step_count,
+            "skipped": state.skipped,
+            "loss": _finite(state.loss),
+            "saved": datetime.now(UTC).isoformat(timespec="seconds"),
+            "started_from": state.started_from,
+            "loader": {**self._loader.state_dict(), "position": state.position},
+            "ranks": mesh.world.size,
+            "data_ranks": mesh.data.size,
+            "tensor": mesh.tensor.size,
+            "engine": self._config.parallel.engine,
+            "row_sharding": None if shards is None else shards.sharding.policy,
+            "table_optimizer": None if shards is None else shards.settings.kind,
+            "routing": None if self._routing is None else self._routing.sha256(),
+            "keys": None if self._keys is None else self._keys.sha256(),
+            "tokenizer": self._data.tokenizer_facts(),
+            "config": dump_config(self._config),
+        }
+
+    def _files(self) -> list[Path]:
+        files = [self._folder / ROUTING] if self._routing is not None else []
+        files += [self._folder / KEYS_FILE] if self._keys is not None else []
+        return files + self._data.tokenizer_files()
+
+
+def _state_of(facts: dict[str, Any]) -> TrainState:
+    return TrainState(
+        step=facts["step"],
+        position=facts["loader"]["position"],
+        skipped=facts["skipped"],
+        loss=facts["loss"],
+        started_from=facts["started_from"],
+    )
+
+
+def _finite(loss: Tensor | float | None) -> float | None:
+    """As JSON can hold it: null unless it is finite."""
+    return float(loss) if loss is not None and math.isfinite(float(loss)) else None
