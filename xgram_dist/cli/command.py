@@ -3,6 +3,7 @@
 import argparse
 import os
 import sys
+import textwrap
 import time
 import traceback
 from collections.abc import Callable, Iterator
@@ -55,7 +56,7 @@ def close_ranks(command: str, ranks: "ProcessGroup") -> Iterator[ExitStack]:
                 raise
             exit_code = 1
             try:
-                exit_code = report_error(command, error)
+                exit_code = report_error(command, error, rank=ranks.rank)
                 held.close()
                 if isinstance(error, UserError):
                     time.sleep(GRACE_SECONDS)
@@ -64,8 +65,12 @@ def close_ranks(command: str, ranks: "ProcessGroup") -> Iterator[ExitStack]:
     ranks.close()
 
 
-def report_error(command: str, error: BaseException) -> int:
-    """Print the error that ended a command, as one sentence or with its traceback; its exit code."""
+def report_error(command: str, error: BaseException, rank: int | None = None) -> int:
+    """Print the error that ended a command, as one sentence or with its traceback; its exit code.
+
+    Several ranks write to one log. `rank` stands before each line of a traceback, in the form torchrun's users know, so
+    that the error that came first is told from those that follow from it.
+    """
     with suppress(OSError):
         sys.stdout.flush()
     exit_code = 1
@@ -79,7 +84,8 @@ def report_error(command: str, error: BaseException) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         exit_code = 141
     else:
-        traceback.print_exception(error)
+        label = "" if rank is None else f"[rank{rank}]: "
+        sys.stderr.write(textwrap.indent("".join(traceback.format_exception(error)), label, lambda line: True))
     sys.stderr.flush()
     return exit_code
 

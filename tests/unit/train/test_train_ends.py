@@ -57,7 +57,7 @@ def train_on_a_rank(words: list[str], error: BaseException, log: Path) -> int:
 @pytest.mark.parametrize(
     ("error", "exit_code", "text"),
     [
-        (RuntimeError("a kernel failed"), 1, "RuntimeError: a kernel failed"),
+        (RuntimeError("a kernel failed"), 1, "[rank0]: RuntimeError: a kernel failed"),
         (UserError("train.steps = 0 is too small"), 2, "xgram-dist train: train.steps = 0 is too small"),
         (MemoryError("no memory"), 2, "out of memory (no memory)"),
         (KeyboardInterrupt(), 130, "stopped by Ctrl-C"),

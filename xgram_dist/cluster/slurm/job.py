@@ -131,7 +131,7 @@ class Job:
     def relay_errors(self, stream: IO[str]) -> None:
         """Copy stderr of the ranks and srun; remember which rank failed first, and with which error.
 
-        torch puts `[rank3]: ` before an exception that ends a rank; a `UserError` is printed without it.
+        `[rank3]: ` stands before an exception that ends a rank; a `UserError` is printed without it.
         """
         errors: dict[str, str] = {}  # by rank; "" for one that is not named
         for line in stream:
