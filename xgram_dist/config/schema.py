@@ -266,7 +266,8 @@ class OptimizerConfig(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices; of tables unless memory.weight_decay is set."""
     decay_vectors: bool = False
-    """Weight decay of vectors and scalars, too: norms, biases, injection gains, row gates, scales of Retoken and MoRT."""
+    """Weight decay of vectors and scalars, too: norms, biases, injection gains, row gates, the scales of Retoken and
+    MoRT."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest joint gradient norm of backbone and tables; 0 turns clipping off."""
     warmup_share: Share = 0.05

@@ -1,8 +1,8 @@
 """AdamW of the backbone, as every engine uses it.
 
-Matrices decay; vectors and scalars (norms, biases, injection gains) with `optimizer.decay_vectors` only. The scales that gate a method's tables may
-learn at the tables' rate (`schedule.scale_multiplier`). The state exists from the start, so that a checkpoint can be
-loaded before the first step.
+Matrices decay; vectors and scalars (norms, biases, injection gains) only with `optimizer.decay_vectors`. The scales
+that gate a method's tables may learn at the tables' rate (`schedule.scale_multiplier`). The state exists from the
+start, so that a checkpoint can be loaded before the first step.
 """
 
 from collections.abc import Iterable
