@@ -336,7 +336,8 @@ class EvalConfig(Section):
     every: NotNegative = 0
     """Steps between evaluations, in addition to one at the end; 0: no evaluation."""
     tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("paper",)
-    """Names of lm-eval tasks; paper is the paper's suite with its number of shots."""
+    """Names of lm-eval tasks; paper is the paper's suite as its authors score it, paper-lm-eval the same benchmarks
+    with lm-eval's splits and metrics."""
     limit: Positive | None = 100
     """Documents of each task; null: all."""
     data: str | None = None
