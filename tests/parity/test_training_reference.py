@@ -24,6 +24,7 @@ CASES = {
     "mort": {},
     "stem": {},
     "engram": {},
+    "everything decays": {},
     "sites h and v, VIP rows slower": {
         "sites": {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}},
         "learning_rate": {"multiplier": 4.0, "vip_multiplier": 1.5},
@@ -69,15 +70,21 @@ def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
     if case in methods.MEMORY:
         settings = methods.config(case, train={"steps": 60})
     else:
-        settings = tiny.config(memory=CASES[case], train={**tiny.BASE["train"], "steps": 60})
+        optimizer = {"decay_vectors": case == "everything decays"}
+        settings = tiny.config(memory=CASES[case], optimizer=optimizer, train={"steps": 60})
     made, tables = tiny.model(settings, F64), tiny.tables(settings, F64)
     twin, twin_tables = tiny.model(settings, F64), tiny.tables(settings, F64)
     optimizer = JointOptimizer(settings, build_engine(settings, made, single_mesh(), tiny.CPU), tables, single_mesh())
     decay = settings.optimizer.weight_decay
     table_decay = decay if settings.memory.weight_decay is None else settings.memory.weight_decay
-    adams = {n: TextbookAdamW(settings, p.data, decay if p.dim() >= 2 else 0.0) for n, p in twin.named_parameters()}
+    vector_decay = decay if settings.optimizer.decay_vectors else 0.0
+    adams = {
+        n: TextbookAdamW(settings, p.data, decay if p.dim() >= 2 else vector_decay) for n, p in twin.named_parameters()
+    }
     row_adams = [TextbookAdamW(settings, s.rows.data, table_decay) for s in twin_tables.shards]
-    gate_adams = [s.gates is not None and TextbookAdamW(settings, s.gates.data, 0.0) for s in twin_tables.shards]
+    gate_adams = [
+        s.gates is not None and TextbookAdamW(settings, s.gates.data, vector_decay) for s in twin_tables.shards
+    ]
 
     rule = settings.memory.learning_rate
     body = rule.multiplier if isinstance(rule.multiplier, float) else (120 / 16) ** 0.5

@@ -28,7 +28,12 @@ PERPLEXITY_EXAMPLES = """
 
 def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint", nargs="?", help="checkpoint folder, or a run folder (its newest checkpoint)")
-    parser.add_argument("--tasks", default="paper", help="comma-separated lm-eval tasks; paper: the paper's suite")
+    parser.add_argument(
+        "--tasks",
+        default="paper",
+        help="comma-separated lm-eval tasks; paper: the paper's suite as its authors score it (the default); "
+        "paper-lm-eval: the same benchmarks with lm-eval's splits and metrics",
+    )
     parser.add_argument("--data", metavar="DIR", help="read <task>/<split>.parquet from DIR instead of the network")
     parser.add_argument("--limit", type=int, metavar="N", help="documents of each task (default: all)")
     parser.add_argument("--shots", type=int, metavar="N", help="examples in the prompt, for tasks that are named")
@@ -107,7 +112,7 @@ def _evaluate(args: argparse.Namespace, checkpoint: "Checkpoint", ranks: "Proces
 
 def _show_scores(runs: "list[EvaluationResult]", args: argparse.Namespace) -> int:
     from xgram_dist.console import print_table
-    from xgram_dist.eval.results import comparison_table
+    from xgram_dist.eval.results import comparison_table, scoring_table
 
     if args.json:
         from xgram_dist.eval.lm_eval_adapter import results_json
@@ -116,6 +121,10 @@ def _show_scores(runs: "list[EvaluationResult]", args: argparse.Namespace) -> in
         print(results_json(tree if len(tree) > 1 else tree[0]))
         return 0
     print_table(*comparison_table(runs, paper=bool(args.compare)))
+    header, rows = scoring_table(runs[0])
+    if rows:
+        print()
+        print_table(header, rows)
     return 0
 
 

@@ -18,6 +18,7 @@ EXAMPLES = """
   xgram-dist prepare --train-bpe 4096 --out data/embedded
   xgram-dist prepare --source web=raw/web@0.7 --source code=raw/code@0.3 --tokenizer tokenizer.json --out data/mix
   xgram-dist prepare --mix olmo-mix-1124/data --tokenizer qwen3/tokenizer.json --workers 64 --out data/olmo-mix
+  xgram-dist prepare --source web=raw/web --tokenizer qwen3/tokenizer.json --whole-documents 8192 --out data/web
 """
 CHUNK, VALIDATION = 40_960, 0.005
 EMBEDDED_CHUNK, EMBEDDED_VALIDATION = 4_096, 0.05  # the embedded corpus is small
@@ -46,6 +47,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         metavar="N",
         help=f"tokens in a chunk (default {CHUNK}; {EMBEDDED_CHUNK} for the embedded corpus)",
+    )
+    parser.add_argument(
+        "--whole-documents",
+        type=int,
+        metavar="T",
+        help="pack whole documents into sequences of T tokens and pad them; T is the recipe's model.sequence_length "
+        "(default: documents are joined and cut anywhere)",
     )
     parser.add_argument(
         "--validation",
@@ -126,6 +134,7 @@ def run(args: argparse.Namespace) -> int:
         train_bpe=args.train_bpe,
         end_of_text=args.end_of_text,
         chunk_tokens=chunk if args.chunk_tokens is None else args.chunk_tokens,
+        sequence_length=args.whole_documents,
         validation=validation if args.validation is None else args.validation,
         max_rejected=args.max_rejected,
         corpus_bytes=DEFAULT_BYTES if args.corpus_bytes is None else args.corpus_bytes,
@@ -149,6 +158,8 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary(outcome: "Outcome", out: str) -> dict[str, Any]:
+    from xgram_dist.data.manifest import SPLITS
+
     manifest = outcome.manifest
     rejected: dict[str, int] = {}
     for source in manifest.sources:
@@ -164,6 +175,7 @@ def summary(outcome: "Outcome", out: str) -> dict[str, Any]:
         "bytes": sum(source.bytes for source in manifest.sources),
         "train_tokens": sum(source.train.tokens for source in manifest.sources),
         "validation_tokens": sum(source.validation.tokens for source in manifest.sources),
+        "padding": sum(source.split(split).padding for source in manifest.sources for split in SPLITS),
         "dropped_tokens": outcome.dropped_tokens,
         "rejected": rejected,
         "first_rejections": outcome.first_rejections,
@@ -223,6 +235,12 @@ def print_summary(outcome: "Outcome", out: str) -> None:
         f"vocabulary {manifest.vocabulary:,}, chunks of {manifest.chunk_tokens:,} tokens, "
         f"{outcome.dropped_tokens:,} tokens dropped; {format_duration(outcome.seconds)}, {rate:,.0f} tokens/s{kept}"
     )
+    if manifest.sequence_length is not None:
+        share = totals["padding"] / (totals["train_tokens"] + totals["validation_tokens"])
+        print(
+            f"whole documents in sequences of {manifest.sequence_length:,} tokens: {totals['padding']:,} tokens "
+            f"({100 * share:.2f} %) are padding; train with model.label_masking=true"
+        )
     print(f"written to {out}")
 
 

@@ -56,7 +56,8 @@ class ModelConfig(Section):
     norm_eps: Annotated[float, Field(gt=0)] = 1e-8
     """Epsilon of the backbone's RMSNorms."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
-    """Standard deviation of the initial weights (normal, truncated at 3 standard deviations)."""
+    """Standard deviation of the initial weights and rows (normal, truncated at 3 standard deviations), and of the gate
+    kernel of short convolutions (normal)."""
     z_loss: Annotated[float, Field(ge=0)] = 1e-5
     """Weight of the z-loss, the mean squared log of the softmax normaliser; 0 turns it off."""
     document_masking: bool = False
@@ -263,7 +264,10 @@ class OptimizerConfig(Section):
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator of the update."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
-    """Weight decay of matrices; vectors and scalars (norms, biases, gates) do not decay."""
+    """Weight decay of matrices; of tables unless memory.weight_decay is set."""
+    decay_vectors: bool = False
+    """Weight decay of vectors and scalars, too: norms, biases, injection gains, row gates, the scales of Retoken and
+    MoRT."""
     clip_norm: Annotated[float, Field(ge=0)] = 1.0
     """Largest joint gradient norm of backbone and tables; 0 turns clipping off."""
     warmup_share: Share = 0.05
@@ -332,7 +336,8 @@ class EvalConfig(Section):
     every: NotNegative = 0
     """Steps between evaluations, in addition to one at the end; 0: no evaluation."""
     tasks: Annotated[tuple[str, ...], Field(min_length=1)] = ("paper",)
-    """Names of lm-eval tasks; paper is the paper's suite with its number of shots."""
+    """Names of lm-eval tasks; paper is the paper's suite as its authors score it, paper-lm-eval the same benchmarks
+    with lm-eval's splits and metrics."""
     limit: Positive | None = 100
     """Documents of each task; null: all."""
     data: str | None = None

@@ -35,6 +35,12 @@ def sequences_per_chunk(data: PreparedData, sequence_length: int) -> int:
             f"sequence length {sequence_length:,} is longer than a chunk of '{data.folder}' "
             f"({data.chunk_tokens:,} tokens); prepare it with a larger --chunk-tokens"
         )
+    packed = data.manifest.sequence_length
+    if packed is not None and packed != sequence_length:
+        raise UserError(
+            f"'{data.folder}' is packed into sequences of {packed:,} tokens, not {sequence_length:,}; set "
+            f"model.sequence_length={packed}, or prepare it with --whole-documents {sequence_length}"
+        )
     return data.chunk_tokens // sequence_length
 
 

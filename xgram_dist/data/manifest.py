@@ -18,6 +18,8 @@ from xgram_dist.files import write_atomically
 MANIFEST = "dataset.json"
 FORMAT = "xgram-dist data"
 VERSION = 1
+PACKED_VERSION = 2
+"""Of a data set with padding, which an earlier release would train on."""
 SPLITS = ("train", "validation")
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -29,6 +31,7 @@ class SplitInfo:
     chunks: int
     tokens: int  # in the written chunks
     content: str  # digest of the shards' sizes and hashes, in order
+    padding: int = 0  # tokens of the chunks that are padding
 
 
 @dataclass(frozen=True)
@@ -56,6 +59,7 @@ class Manifest:
     tokenizer_sha256: str
     request: str  # digest of the request, by which a rerun recognises finished work
     sources: tuple[SourceInfo, ...]
+    sequence_length: int | None = None  # whole documents are packed into sequences of this length; None: joined and cut
 
     @property
     def fingerprint(self) -> str:
@@ -68,6 +72,8 @@ class Manifest:
             "tokenizer": self.tokenizer_sha256,
             "sources": [[s.name, s.train.content, s.validation.content] for s in self.sources],
         }
+        if self.sequence_length is not None:
+            content["sequence_length"] = self.sequence_length
         return digest(content)
 
     def write(self, folder: Path) -> None:
@@ -75,7 +81,7 @@ class Manifest:
         sources = fields.pop("sources")
         record = {
             "format": FORMAT,
-            "version": VERSION,
+            "version": VERSION if self.sequence_length is None else PACKED_VERSION,
             "fingerprint": self.fingerprint,
             **fields,
             "sources": list(sources),
@@ -145,9 +151,10 @@ def read_manifest(folder: Path) -> Manifest:
     fields = _Reader(path, record)
     if fields.record.get("format") != FORMAT:
         raise UserError(f"'{path}' was not written by `xgram-dist prepare`; give the folder it wrote")
-    if fields.get("version", int) != VERSION:
+    if fields.get("version", int) not in (VERSION, PACKED_VERSION):
         raise UserError(
-            f"'{path}' has format version {record['version']}, this release reads {VERSION}; prepare it again"
+            f"'{path}' has format version {record['version']}, this release reads up to {PACKED_VERSION}; "
+            f"prepare it again"
         )
     dtype = fields.get("dtype", str)
     if dtype not in ("uint16", "uint32"):
@@ -162,6 +169,7 @@ def read_manifest(folder: Path) -> Manifest:
         tokenizer_sha256=fields.get("tokenizer_sha256", str),
         request=fields.get("request", str),
         sources=tuple(_read_source(path, item, i) for i, item in enumerate(fields.get("sources", list))),
+        sequence_length=None if fields.record.get("sequence_length") is None else fields.count("sequence_length", 2),
     )
     names = [source.name for source in manifest.sources]
     if not names or len(set(names)) != len(names):
@@ -185,7 +193,11 @@ def _read_source(path: Path, item: Any, number: int) -> SourceInfo:
     for split in SPLITS:
         info = _Reader(path, fields.get(split, dict), f"sources[{number}].{split}.")
         splits[split] = SplitInfo(
-            info.count("documents"), info.count("chunks"), info.count("tokens"), info.get("content", str)
+            info.count("documents"),
+            info.count("chunks"),
+            info.count("tokens"),
+            info.get("content", str),
+            info.count("padding") if "padding" in info.record else 0,
         )
     return SourceInfo(
         name=fields.name("name", SOURCE_NAME),

@@ -74,6 +74,7 @@ def merge_units(
     manifest = Manifest(
         vocabulary=settings.vocabulary,
         chunk_tokens=settings.chunk_tokens,
+        sequence_length=settings.sequence_length,
         dtype=settings.dtype,
         end_of_text=settings.end_of_text,
         end_of_text_name=tokenizer.end_of_text_name,
@@ -113,8 +114,10 @@ def _merge_split(
     write_atomically(target / "index.json", json.dumps({"version": 2, "shards": shards}, sort_keys=True))
     chunks = sum(int(shard["samples"]) for shard in shards)
     documents = sum(record[split]["documents"] for record in records)
-    info = SplitInfo(documents, chunks, chunks * settings.chunk_tokens, shards_digest(shards))
-    return info, remainders.counts, len(dropped)
+    padding = sum(record[split].get("padding", 0) for record in records) + remainders.padding
+    num_dropped = sum(record[split].get("dropped", 0) for record in records) + len(dropped)
+    info = SplitInfo(documents, chunks, chunks * settings.chunk_tokens, shards_digest(shards), padding)
+    return info, remainders.counts, num_dropped
 
 
 def _link(old: Path, new: Path) -> None:

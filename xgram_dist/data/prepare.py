@@ -55,6 +55,7 @@ class Request:
     train_bpe: int | None = None
     end_of_text: str | None = None
     chunk_tokens: int = 40_960
+    sequence_length: int | None = None  # pack whole documents into sequences of this length
     validation: float = 0.005
     max_rejected: float = 0.01
     corpus_bytes: int = corpus.DEFAULT_BYTES
@@ -180,7 +181,12 @@ def _plan(
     request: Request, stamps: dict[str, list[tuple[Path, str]]], tokenizer: Tokenizer
 ) -> tuple[list[WorkUnit], Settings]:
     settings = Settings(
-        tokenizer.sha256, tokenizer.end_of_text, tokenizer.vocabulary, request.chunk_tokens, request.validation
+        tokenizer.sha256,
+        tokenizer.end_of_text,
+        tokenizer.vocabulary,
+        request.chunk_tokens,
+        request.validation,
+        request.sequence_length,
     )
     # The size of a unit depends on the input alone: small enough to balance workers, large enough for full shards.
     total = sum(estimated_text_bytes(path) for files in stamps.values() for path, _ in files)
@@ -193,6 +199,12 @@ def _check(request: Request) -> None:
         raise UserError("give exactly one of --tokenizer FILE and --train-bpe N")
     if request.chunk_tokens < 2 or request.chunk_tokens > 1 << 22:
         raise UserError(f"--chunk-tokens {request.chunk_tokens} is not between 2 and {1 << 22}")
+    length = request.sequence_length
+    if length is not None and (length < 2 or request.chunk_tokens % length):
+        raise UserError(
+            f"--whole-documents {length}: --chunk-tokens {request.chunk_tokens} is not a multiple of it; chunks hold "
+            f"whole sequences, of at least 2 tokens"
+        )
     if not 0 <= request.validation < 1:
         raise UserError(f"--validation {request.validation} is not a share of at least 0 and below 1")
     if not 0 <= request.max_rejected <= 1:
@@ -237,6 +249,7 @@ def _request_key(request: Request, stamps: dict[str, list[tuple[Path, str]]], to
             "chunk_tokens": request.chunk_tokens,
             "validation": request.validation,
         }
+        | ({} if request.sequence_length is None else {"sequence_length": request.sequence_length})
     )
 
 

@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from xgram_dist.data.documents import Document, Rejection, estimated_text_bytes, read_documents
 from xgram_dist.data.manifest import SPLITS, digest
+from xgram_dist.data.packing import DocumentPacker, count_padding
 from xgram_dist.data.streaming_import import streaming
 from xgram_dist.data.tokenizer import Tokenizer
 
@@ -43,6 +44,12 @@ class Settings:
     vocabulary: int
     chunk_tokens: int
     validation: float  # share of documents
+    sequence_length: int | None = None  # pack whole documents into sequences; None: join them and cut anywhere
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        """For digests: the same for settings that give the same output, also of earlier versions."""
+        return {key: value for key, value in asdict(self).items() if value is not None}
 
     @property
     def dtype(self) -> str:
@@ -98,7 +105,7 @@ def plan_units(source: str, files: list[tuple[Path, str]], settings: Settings, u
 
 
 def _unit(source: str, files: list[tuple[Path, str]], part: int, parts: int, settings: Settings) -> WorkUnit:
-    identity = [source, [[str(path), stamp] for path, stamp in files], part, parts, asdict(settings), SHARD_BYTES]
+    identity = [source, [[str(path), stamp] for path, stamp in files], part, parts, settings.identity, SHARD_BYTES]
     size = sum(path.stat().st_size for path, _ in files)
     return WorkUnit(source, tuple(str(path) for path, _ in files), part, parts, size / parts, digest(identity)[:24])
 
@@ -120,6 +127,7 @@ class ChunkWriter:
         self._pending_tokens = 0
         self.counts = np.zeros(settings.vocabulary, dtype=np.int64)
         self.chunks = 0
+        self.padding = 0
 
     def add(self, tokens: NDArray[Any]) -> None:
         self._pending.append(tokens)
@@ -130,6 +138,11 @@ class ChunkWriter:
         joined = np.concatenate(self._pending) if len(self._pending) > 1 else tokens
         full = len(joined) // size * size
         self.counts += np.bincount(joined[:full], minlength=self._settings.vocabulary)
+        if self._settings.sequence_length is not None:
+            end = self._settings.end_of_text
+            padding = count_padding(joined[:full], self._settings.sequence_length, end)
+            self.counts[end] -= padding
+            self.padding += padding
         for chunk in joined[:full].astype(self._settings.dtype).reshape(-1, size):
             self._writer.write({"tokens": chunk})
         self.chunks += full // size
@@ -201,6 +214,8 @@ class _UnitTask:
         self._finished_bytes = 0.0  # input bytes of finished files
         self._texts: dict[str, list[str]] = {split: [] for split in SPLITS}
         self._characters = Counter[str]()
+        length, end = settings.sequence_length, settings.end_of_text
+        self.packers = {} if length is None else {split: DocumentPacker(length, end) for split in SPLITS}
 
     def run(self) -> None:
         for name in self.unit.files:
@@ -214,6 +229,8 @@ class _UnitTask:
             self._advance(0)
         for split in SPLITS:
             self._encode(split)
+        for split, packer in self.packers.items():
+            self.writers[split].add(packer.flush())
         self._unreported.input_bytes = self.unit.input_bytes - self.total.input_bytes + self._unreported.input_bytes
 
     def _add(self, text: str) -> None:
@@ -238,7 +255,7 @@ class _UnitTask:
     def _encode(self, split: str) -> None:
         if self._texts[split]:
             tokens = self.tokenizer.encode_joined(self._texts[split])
-            self.writers[split].add(tokens)
+            self.writers[split].add(self.packers[split].add(tokens) if self.packers else tokens)
             self.total.tokens += len(tokens)
             self._unreported.tokens += len(tokens)
         self._texts[split] = []
@@ -267,7 +284,13 @@ def _write_results(task: _UnitTask, folder: Path) -> None:
     for split, writer in task.writers.items():
         shards, remainder = writer.finish()
         np.save(folder / f"{split}.rest.npy", remainder, allow_pickle=False)
-        splits[split] = {"documents": task.documents[split], "chunks": writer.chunks, "shards": shards}
+        splits[split] = {
+            "documents": task.documents[split],
+            "chunks": writer.chunks,
+            "padding": writer.padding,
+            "dropped": task.packers[split].dropped if task.packers else 0,
+            "shards": shards,
+        }
         if split == "train":
             counts = writer.counts
     np.savez_compressed(folder / "counts.npz", counts=counts)

@@ -1,6 +1,11 @@
-"""The paper's evaluation suite: its benchmarks with their number of shots, its average, and its published scores."""
+"""The paper's evaluation suite: its benchmarks with their number of shots, its average, and its published scores.
 
-from dataclasses import dataclass
+`paper` scores as the authors' evaluator does: split, metric, and the mean over the categories of MMLU. Prompts are
+lm-eval's. For CommonsenseQA these ask for a letter, so that its length-normalised accuracy, which the authors report,
+is its accuracy. `paper-lm-eval` has the same benchmarks with lm-eval's own splits and metrics.
+"""
+
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True)
@@ -12,6 +17,12 @@ class Benchmark:
     file: str
     """Its definition, in lm-eval's task folder."""
     averaged: bool = True
+    metric: str | None = None
+    """The only one; None: lm-eval's."""
+    split: str | None = None
+    """That it is scored on; None: lm-eval's."""
+    by_category: bool = False
+    """MMLU: the mean over its four categories; otherwise over all questions."""
 
     @property
     def name(self) -> str:
@@ -20,20 +31,27 @@ class Benchmark:
 
 
 PAPER = (
-    Benchmark("SciQ", "sciq", 0, "sciq/sciq.yaml"),
-    Benchmark("PIQA", "piqa", 0, "piqa/piqa.yaml"),
-    Benchmark("WG", "winogrande", 0, "winogrande/default.yaml"),
-    Benchmark("ARC-E", "arc_easy", 0, "arc/arc_easy.yaml"),
-    Benchmark("ARC-C", "arc_challenge", 5, "arc/arc_challenge.yaml"),
-    Benchmark("Hella.", "hellaswag", 0, "hellaswag/hellaswag.yaml"),
-    Benchmark("S.QA", "social_iqa", 0, "siqa/siqa.yaml"),
-    Benchmark("BoolQ", "boolq", 0, "super_glue/boolq/default.yaml"),
-    Benchmark("OBQA", "openbookqa", 0, "openbookqa/openbookqa.yaml"),
-    Benchmark("MMLU", "mmlu", 5, "mmlu/default"),
+    Benchmark("SciQ", "sciq", 0, "sciq/sciq.yaml", metric="acc"),
+    Benchmark("PIQA", "piqa", 0, "piqa/piqa.yaml", metric="acc_norm"),
+    Benchmark("WG", "winogrande", 0, "winogrande/default.yaml", metric="acc"),
+    Benchmark("ARC-E", "arc_easy", 0, "arc/arc_easy.yaml", metric="acc", split="validation"),
+    Benchmark("ARC-C", "arc_challenge", 5, "arc/arc_challenge.yaml", metric="acc_norm", split="test"),
+    Benchmark("Hella.", "hellaswag", 0, "hellaswag/hellaswag.yaml", metric="acc_norm"),
+    Benchmark("S.QA", "social_iqa", 0, "siqa/siqa.yaml", metric="acc_norm"),
+    Benchmark("BoolQ", "boolq", 0, "super_glue/boolq/default.yaml", metric="acc"),
+    Benchmark("OBQA", "openbookqa", 0, "openbookqa/openbookqa.yaml", metric="acc_norm"),
+    Benchmark("MMLU", "mmlu", 5, "mmlu/default", metric="acc", split="validation", by_category=True),
     Benchmark("CSQA", "commonsense_qa", 0, "commonsense_qa/default.yaml", averaged=False),
     Benchmark("CSQA-5", "commonsense_qa", 5, "commonsense_qa/default.yaml", averaged=False),
 )
 """In the order of the paper's columns; the last two are in its suite but not in its table."""
+
+SUITES = {
+    "paper": PAPER,
+    "paper-lm-eval": tuple(replace(one, metric=None, split=None, by_category=False) for one in PAPER),
+}
+CATEGORIES = ("mmlu_humanities", "mmlu_other", "mmlu_social_sciences", "mmlu_stem")
+"""Of MMLU; lm-eval's names."""
 
 COLUMNS = tuple(benchmark.column for benchmark in PAPER if benchmark.averaged)
 

@@ -83,6 +83,9 @@ def measure(model: Model, data: PreparedData, bands: Bands | None, sequences: in
                     raise UserError(f"token {tokens.max()} of '{data.folder}' is outside the model's vocabulary")
                 losses = _losses(model, torch.from_numpy(tokens)).reshape(-1)
                 read, predicted = tokens[:, :-1].reshape(-1), tokens[:, 1:].reshape(-1)
+                if data.manifest.sequence_length is not None:  # nothing predicts, or is, padding
+                    real = read != data.manifest.end_of_text
+                    losses, read, predicted = losses[real], read[real], predicted[real]
                 by_source.add(np.full(len(losses), source), losses)
                 for sums, grouped_by in ((of_band, predicted), (after_band, read)):
                     groups_N = bands.of_token[grouped_by] if bands else np.zeros(len(grouped_by), dtype=np.int64)

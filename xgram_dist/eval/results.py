@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from xgram_dist.errors import UserError
-from xgram_dist.eval.paper_suite import COLUMNS, PAPER, paper_rows
+from xgram_dist.eval.paper_suite import CATEGORIES, COLUMNS, PAPER, paper_rows
 from xgram_dist.files import write_atomically
 
 FOLDER = "eval"
@@ -33,6 +33,9 @@ def benchmark_scores(results: dict[str, Any]) -> dict[str, float]:
         score = task_score(values)
         if score is not None and task not in subtasks:
             scores[task] = score[1]
+    categories = [task_score(results.get("groups", {}).get(name, {})) for name in CATEGORIES]
+    if "mmlu" in scores and all(categories):
+        scores["mmlu"] = sum(score[1] for score in categories if score is not None) / len(CATEGORIES)
     averaged = [benchmark.name for benchmark in PAPER if benchmark.averaged]
     if all(name in scores for name in averaged):
         scores["average"] = sum(scores[name] for name in averaged) / len(averaged)
@@ -103,6 +106,21 @@ def comparison_table(runs: list[EvaluationResult], *, paper: bool) -> tuple[list
         cells = [_format_score(line.scores.get(suite.get(name, ""))) for name in columns]
         rows.append([f"paper: {line.method}", line.parameters, *cells, f"{line.average:.1f}"])
     return header, rows
+
+
+def scoring_table(run: EvaluationResult) -> tuple[list[str], list[list[str]]]:
+    """(header, rows): shots, split and metric behind each of the paper's columns."""
+    results, rows = run.results, []
+    for benchmark in PAPER:
+        config = results.get("configs", {}).get("mmlu_anatomy" if benchmark.task == "mmlu" else benchmark.name)
+        score = task_score({**results["results"], **results.get("groups", {})}.get(benchmark.name, {}))
+        if config is None or score is None:
+            continue
+        split = config.get("test_split") or config.get("validation_split")
+        by_category = benchmark.task == "mmlu" and all(name in results.get("groups", {}) for name in CATEGORIES)
+        metric = f"{score[0]}, mean of {len(CATEGORIES)} categories" if by_category else score[0]
+        rows.append([benchmark.column, str(config.get("num_fewshot") or 0), str(split), metric])
+    return ["column", "shots", "split", "metric"], rows
 
 
 def _format_score(value: float | None) -> str:

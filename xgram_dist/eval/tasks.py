@@ -2,9 +2,10 @@
 
     DIR/<task>/<split>.parquet      split: train, validation, test, dev; mmlu has a column `subject`
 
-A generated task file includes lm-eval's own definition, so prompts, choices and metrics are lm-eval's. It changes only
-the number of shots and the source of the data. A task is evaluated on its test split, or on validation if the folder
-(or the task) has no test split; few-shot examples come from the split lm-eval takes them from.
+A generated task file includes lm-eval's own definition, so prompts and choices are lm-eval's. It changes the number of
+shots, the source of the data and, for the suite `paper`, split and metric. Otherwise a task is evaluated on its test
+split, or on validation if the folder (or the task) has no test split; few-shot examples come from the split lm-eval
+takes them from.
 """
 
 import contextlib
@@ -21,7 +22,7 @@ from typing import Any
 import yaml
 
 from xgram_dist.errors import UserError, nearest
-from xgram_dist.eval.paper_suite import PAPER, Benchmark
+from xgram_dist.eval.paper_suite import CATEGORIES, PAPER, SUITES, Benchmark
 
 
 @dataclass(frozen=True)
@@ -34,18 +35,23 @@ class Tasks:
 
 
 def load_tasks(wanted: list[str], data: Path | None, folder: Path, shots: int | None = None) -> Tasks:
-    """`wanted`: names of tasks, or "paper" for the suite. `folder`: for task files and the cache of `datasets`.
+    """`wanted`: names of tasks and at most one of SUITES. `folder`: for task files and the cache of `datasets`.
 
     Mistakes in names and data are found here, before a model is loaded.
     """
     in_suite = {one.task: one for one in PAPER if one.averaged or not one.shots}
     # Tasks of the suite keep the suite's shots even if they are also named one by one.
-    chosen: list[Benchmark] = list(PAPER) if "paper" in wanted else []
+    suites = [name for name in SUITES if name in wanted]
+    if len(suites) > 1:
+        raise UserError(
+            f"--tasks {','.join(suites)}: both suites have the same tasks; evaluate them one after the other"
+        )
+    chosen: list[Benchmark] = list(SUITES[suites[0]]) if suites else []
     others: list[str] = []
     for name in dict.fromkeys(wanted):
-        if name in in_suite and "paper" not in wanted:
+        if name in in_suite and not suites:
             chosen.append(Benchmark(name, name, shots or 0, in_suite[name].file))
-        elif name != "paper" and name not in in_suite:
+        elif name not in SUITES and name not in in_suite:
             others.append(name)
     if data is not None and not data.is_dir():
         raise UserError(f"--data '{data}' is not a folder; it should hold <task>/<split>.parquet")
@@ -78,10 +84,13 @@ def _write_suite_task(one: Benchmark, root: Path, data: Path | None, out: Path, 
 
     file = root / one.file
     tree: dict[str, Any] = {"include": str(file), "task": one.name, "num_fewshot": one.shots}
+    split = {} if one.split is None else {"test_split": one.split}
+    if one.metric is not None:
+        tree["metric_list"] = [{"metric": one.metric, "aggregation": "mean", "higher_is_better": True}]
     if data is not None:
         config = load_yaml(file, resolve_func=False)
-        tree |= _local_data(config, data / one.task, one.task, one.shots, cache)
-    _dump(tree, out / f"{one.name}.yaml")
+        tree |= _local_data({**config, **split}, data / one.task, one.task, one.shots, cache)
+    _dump({**tree, **split}, out / f"{one.name}.yaml")
 
 
 def _write_other_task(name: str, index: Any, data: Path | None, out: Path, cache: Path, shots: int | None) -> None:
@@ -100,35 +109,47 @@ def _write_other_task(name: str, index: Any, data: Path | None, out: Path, cache
 
 
 def _write_mmlu(one: Benchmark, root: Path, data: Path | None, out: Path, cache: Path) -> None:
-    """One task for each subject, with its own data, in a group whose score is the mean over all questions."""
+    """One task for each subject, with its own data. A group's score is the mean over all its questions; with
+    `by_category` the subjects are in four groups, of whose scores `results.benchmark_scores` takes the mean."""
+    from lm_eval.tasks._yaml_loader import load_yaml
+
+    split = one.split or "test"
     subjects = sorted(file.stem.removeprefix("mmlu_") for file in (root / one.file).glob("mmlu_*.yaml"))
-    local = None if data is None else _split_subjects(data / one.task, one.shots, subjects, cache / "mmlu")
+    local = None if data is None else _split_subjects(data / one.task, split, one.shots, subjects, cache / "mmlu")
     for subject in subjects:
         tree: dict[str, Any] = {
             "include": str(root / one.file / f"mmlu_{subject}.yaml"),
             "task": f"mmlu_{subject}",
             "num_fewshot": one.shots,
+            "test_split": split,
         }
         if local is not None:
             tree["fewshot_split"] = "dev" if one.shots else None
-            tree |= _parquet_source({split: folder / f"{subject}.parquet" for split, folder in local.items()}, cache)
+            tree |= _parquet_source({name: folder / f"{subject}.parquet" for name, folder in local.items()}, cache)
         _dump(tree, out / f"mmlu_{subject}.yaml")
-    group = {
-        "group": one.name,
-        "task": [f"mmlu_{subject}" for subject in subjects],
-        "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
-        "metadata": {"version": 2},
-    }
-    _dump(group, out / "mmlu.yaml")
+    groups = {one.name: [f"mmlu_{subject}" for subject in subjects]}
+    if one.by_category:
+        category = {name: load_yaml(root / one.file / f"{name}.yaml")["tag"] for name in groups[one.name]}
+        groups |= {group: [name for name, tag in category.items() if tag == f"{group}_tasks"] for group in CATEGORIES}
+        groups = {group: members for group, members in groups.items() if members}
+        groups[one.name] = [group for group in CATEGORIES if group in groups]
+    for group, members in groups.items():
+        tree = {
+            "group": group,
+            "task": members,
+            "aggregate_metric_list": [{"metric": "acc", "weight_by_size": True}],
+            "metadata": {"version": 2},
+        }
+        _dump(tree, out / f"{group}.yaml")
 
 
-def _split_subjects(folder: Path, shots: int, subjects: list[str], out: Path) -> dict[str, Path]:
+def _split_subjects(folder: Path, scored: str, shots: int, subjects: list[str], out: Path) -> dict[str, Path]:
     """Write a parquet file for each split and subject; the folder of each split."""
     import pyarrow.compute as pc
     import pyarrow.parquet as pq
 
     folders = {}
-    for split in ("test", "dev") if shots else ("test",):
+    for split in (scored, "dev") if shots else (scored,):
         table = pq.read_table(_parquet_file(folder, split, "mmlu"))
         if "subject" not in table.column_names:
             raise UserError(f"'{folder / f'{split}.parquet'}' has no column 'subject'")
@@ -180,7 +201,7 @@ def _parquet_file(folder: Path, split: str, task: str) -> Path:
 def _check_names(names: list[str]) -> None:
     if not names:
         return
-    suite = [*sorted({"paper", *(one.task for one in PAPER)})]
+    suite = sorted({*SUITES, *(one.task for one in PAPER)})
     for name in names:
         if not _is_task_name(name):
             raise UserError(f"'{name}' is not a task name{nearest(name, suite)}")

@@ -1,8 +1,8 @@
 """AdamW of the backbone, as every engine uses it.
 
-Matrices decay; vectors and scalars (norms, biases, injection gains) do not. The scales that gate a method's tables may
-learn at the tables' rate (`schedule.scale_multiplier`). The state exists from the start, so that a checkpoint can be
-loaded before the first step.
+Matrices decay; vectors and scalars (norms, biases, injection gains) only with `optimizer.decay_vectors`. The scales
+that gate a method's tables may learn at the tables' rate (`schedule.scale_multiplier`). The state exists from the
+start, so that a checkpoint can be loaded before the first step.
 """
 
 from collections.abc import Iterable
@@ -27,7 +27,7 @@ def build_adamw(config: Config, named: Iterable[tuple[str, Tensor]]) -> torch.op
     optimizer = config.optimizer
     groups: dict[tuple[float, float], list[Tensor]] = {}
     for name, tensor in named:
-        decay = optimizer.weight_decay if tensor.dim() >= 2 else 0.0
+        decay = optimizer.weight_decay if tensor.dim() >= 2 or optimizer.decay_vectors else 0.0
         groups.setdefault((decay, scale_multiplier(config, name)), []).append(tensor)
     param_groups = [
         {"params": tensors, "weight_decay": decay, MULTIPLIER: multiplier}

@@ -294,6 +294,11 @@ def _open_data(config: Config) -> tuple[PreparedData, list[torch.Tensor]]:
     """(the training split, the batches of the validation)"""
     source: dict[str, Any] = {"remote": config.data.remote, "cache": config.data.cache}
     data = PreparedData.open(config.data.path, "train", cache_limit=config.data.cache_limit, **source)
+    if data.manifest.sequence_length is not None and not config.model.label_masking:
+        raise UserError(
+            f"model.label_masking = false, but '{data.folder}' is padded (prepared with --whole-documents), which "
+            f"would be trained on; set model.label_masking=true"
+        )
     batches = validation_batches(
         PreparedData.open(config.data.path, "validation", **source),
         config.model.sequence_length,

@@ -10,6 +10,9 @@ from config_helpers import RECIPES, small_tree
 
 from xgram_dist.config import build_config, load_config
 from xgram_dist.estimate.flops import plan_budget
+from xgram_dist.model.methods.base import method_of
+from xgram_dist.optim.schedule import warmup_steps
+from xgram_dist.tables.optimizers.build import table_multipliers
 
 VOCABULARY = 151_936
 # Layers, width, key/value width, FFN width.
@@ -30,7 +33,8 @@ PAPER = [(size, "vanilla", None) for size in SIZES] + [
 
 def of_size(size: str) -> list[Path]:
     found = [path for path in sorted((RECIPES / size).glob("*.yaml")) if path.stem != "base"]
-    assert len(found) == 7 + 3 * 4 + 3  # vanilla and X-gram; Retoken, MoRT, Engram, PLE; STEM, MoLE, SCONE
+    # Vanilla and X-gram; Retoken, MoRT, Engram, PLE; the first two at the tables' learning rate; STEM, MoLE, SCONE.
+    assert len(found) == 7 + 3 * 4 + 3 * 2 + 3
     return found
 
 
@@ -161,7 +165,17 @@ def test_the_paper_recipes_train_as_the_paper_did(size: str) -> None:
         assert config.optimizer.learning_rate == {"0.73b": 1e-3, "1.15b": 7e-4}[size]
         assert config.optimizer.betas == (0.9, 0.95)
         assert (config.optimizer.eps, config.optimizer.weight_decay, config.optimizer.clip_norm) == (1e-8, 0.1, 1.0)
-        assert (config.optimizer.warmup_share, config.optimizer.final_share) == (0.05, 0.1)
+        assert config.optimizer.final_share == 0.1
+        assert (config.train.steps, warmup_steps(config)) == (4936, 247)
+        assert config.model.init_std == {"0.73b": 0.016, "1.15b": 0.014}[size]
+        assert config.optimizer.decay_vectors
+        multiplier = table_multipliers(config, config.model.vocabulary)[1]
+        if config.memory.method in ("xgram", "engram") or config.name.endswith("-matched"):
+            assert multiplier == pytest.approx({"0.73b": 9.946, "1.15b": 8.613}[size], abs=1e-3)
+        elif config.memory.method in ("retoken", "mort"):
+            assert multiplier == 1
+        if method_of(config).trains_tables:
+            assert not config.memory.learning_rate.warmup
         assert (config.train.global_batch, config.train.micro_batch, config.model.sequence_length) == (1024, 8, 8192)
         assert (config.train.precision, config.model.z_loss, config.model.rope_theta) == ("bf16", 1e-5, 500_000)
         routing = config.memory.routing

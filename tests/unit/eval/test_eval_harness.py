@@ -12,7 +12,7 @@ from inference_helpers import recipe, trained
 from xgram_dist.cli.main import main
 from xgram_dist.errors import UserError
 from xgram_dist.eval.lm_eval_adapter import HarnessModel, run_harness
-from xgram_dist.eval.paper_suite import COLUMNS, PAPER, paper_rows
+from xgram_dist.eval.paper_suite import CATEGORIES, COLUMNS, PAPER, paper_rows
 from xgram_dist.eval.results import EvaluationResult
 from xgram_dist.eval.scoring import CheckpointScorer
 from xgram_dist.eval.tasks import load_tasks
@@ -215,13 +215,43 @@ def test_the_average_is_over_the_papers_ten() -> None:
     assert made.scores["average"] == pytest.approx((100 + sum(10 * n for n in range(1, 10))) / 10)
 
 
+def test_mmlu_is_the_mean_of_its_categories_where_they_were_scored_apart() -> None:
+    groups = {name: {"acc,none": share} for name, share in zip(CATEGORIES, (0.1, 0.2, 0.3, 0.8), strict=True)}
+    pooled = {"mmlu": {"acc,none": 0.6}}
+    members = {"mmlu": list(CATEGORIES)}
+    apart = {"results": {**groups, **pooled}, "groups": {**groups, **pooled}, "group_subtasks": members}
+    assert EvaluationResult("x", 1, 0, apart).scores == {"mmlu": pytest.approx(35)}
+    whole = {"results": pooled, "groups": pooled, "group_subtasks": {"mmlu": []}}
+    assert EvaluationResult("x", 1, 0, whole).scores == {"mmlu": pytest.approx(60)}
+
+
+def test_the_two_suites_are_not_evaluated_at_once(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="both suites have the same tasks"):
+        load_tasks(["paper", "paper-lm-eval"], None, tmp_path)
+
+
+def test_the_suite_takes_the_authors_splits_and_metrics(tmp_path: Path) -> None:
+    folder = Path(__file__).resolve().parents[4] / "shared" / "data" / "eval"
+    if not folder.is_dir():
+        pytest.skip("needs eval in the folder shared/data beside the checkout")
+    loaded = load_tasks(["paper"], folder, tmp_path).loaded["tasks"]
+    assert len(loaded["arc_easy"].eval_docs) == 570  # the published scores are multiples of 1/570
+    assert len(loaded["arc_challenge"].eval_docs) == 1172
+    mmlu = [task for name, task in loaded.items() if name.startswith("mmlu_")]
+    assert sum(len(task.eval_docs) for task in mmlu) == 1531
+    metric = {name: [one["metric"] for one in task.config.metric_list] for name, task in loaded.items()}
+    by_length = {"piqa", "hellaswag", "openbookqa", "social_iqa", "arc_challenge"}
+    assert {name for name in metric if metric[name] == ["acc_norm"]} == by_length
+    assert all(metric[name] == ["acc"] for name in metric if name not in by_length)
+
+
 def test_mmlu_is_asked_subject_by_subject_with_examples_of_its_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from xgram_dist.eval import tasks
 
     subjects = ["anatomy", "virology"]
-    for split, count in (("dev", 6), ("test", 3)):
+    for split, count in (("dev", 6), ("validation", 3)):
         rows = [
             {"question": f"{split} {subject} {n}", "subject": subject, "choices": list("wxyz"), "answer": n % 4}
             for n in range(count)
@@ -229,10 +259,12 @@ def test_mmlu_is_asked_subject_by_subject_with_examples_of_its_own(
         ]
         write(tmp_path / "data", "mmlu", split, rows)
     original = tasks._split_subjects
-    monkeypatch.setattr(tasks, "_split_subjects", lambda folder, shots, _, out: original(folder, shots, subjects, out))
+    monkeypatch.setattr(
+        tasks, "_split_subjects", lambda folder, split, shots, _, out: original(folder, split, shots, subjects, out)
+    )
     monkeypatch.setattr(Path, "glob", _only(subjects, Path.glob))
     mmlu = next(one for one in PAPER if one.task == "mmlu")
-    monkeypatch.setattr(tasks, "PAPER", (mmlu,))
+    monkeypatch.setitem(tasks.SUITES, "paper", (mmlu,))
     loaded = load_tasks(["paper"], tmp_path / "data", tmp_path / "scratch").loaded
     assert sorted(loaded["tasks"]) == ["mmlu_anatomy", "mmlu_virology"]
     task = loaded["tasks"]["mmlu_anatomy"]
@@ -240,7 +272,7 @@ def test_mmlu_is_asked_subject_by_subject_with_examples_of_its_own(
     prompt = task.instances[0].args[0]
     assert [line for line in prompt.splitlines() if "anatomy " in line] == [
         *(f"dev anatomy {n}" for n in range(5)),
-        "test anatomy 0",
+        "validation anatomy 0",
     ]
 
 

@@ -104,7 +104,7 @@ class XGram(MemoryMethod):
         if leaf == "content":
             value.zero_()[0] = 1.0  # identity: tap 0 is the current position
         elif leaf == "gate":
-            value.normal_(0.0, 0.02, generator=generator)
+            value.normal_(0.0, self.model.init_std, generator=generator)
         else:
             assert leaf == "gate_bias", name
             value.fill_(1.0)

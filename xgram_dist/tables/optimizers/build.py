@@ -17,7 +17,7 @@ from xgram_dist.tables.routing import Routing
 FROZEN = "frozen"
 """The kind for tables that are only read."""
 DENSE_FROM = 0.1
-"""Share of rows touched in a step from which the dense sweep is the faster exact AdamW (docs/design.md)."""
+"""Share of rows touched in a step from which the dense sweep is the faster exact AdamW (docs/measurements.md)."""
 
 
 def choose_optimizer(config: Config, touched_share: float | None) -> str:
@@ -53,12 +53,14 @@ def table_multipliers(config: Config, num_rows: int) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class TableOptimizerSettings:
-    """How a shard updates its rows and gates. Gates learn at the backbone's rate and do not decay."""
+    """How a shard updates its rows and gates. Gates learn at the backbone's rate."""
 
     kind: str
     betas: tuple[float, float]
     eps: float
     weight_decay: float
+    gate_decay: float
+    """Weight decay of the row gates."""
     vip_differs: bool
     """VIP rows have another learning rate."""
     has_vip: bool
@@ -74,6 +76,7 @@ class TableOptimizerSettings:
             betas=optimizer.betas,
             eps=optimizer.eps,
             weight_decay=optimizer.weight_decay if memory.weight_decay is None else memory.weight_decay,
+            gate_decay=optimizer.weight_decay if optimizer.decay_vectors else 0.0,
             vip_differs=vip != body,
             has_vip=routing is not None and routing.vip_rows > 0,
             compiled=config.train.compile,
@@ -84,7 +87,7 @@ class TableOptimizerSettings:
         return self._build(rows, widths, num_vip, two_rates, self.weight_decay, tensor_group)
 
     def build_for_gates(self, gates: Tensor) -> RowOptimizer:
-        return self._build(gates, [1] * gates.shape[1], 0, False, 0.0, ProcessGroup())
+        return self._build(gates, [1] * gates.shape[1], 0, False, self.gate_decay, ProcessGroup())
 
     def _build(
         self, values: Tensor, widths: list[int], num_vip: int, two_rates: bool, decay: float, columns: ProcessGroup
