@@ -2,7 +2,7 @@
 # make test   all tests (lint, types, pytest, jobs on a Slurm of its own)
 # make test-fast  lint, types, unit and parity tests (under 5 minutes); several ranks, goldens, kills and Slurm are left out
 # make soak   a run that is killed 60 times (some minutes)
-# make golden writes tests/golden/goldens.json anew (some minutes)
+# make golden writes the file of this kind of CPU in tests/golden/goldens anew (some minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
 RUN := $(BIN)/xgram-dist

@@ -1,4 +1,4 @@
-"""The small runs whose numbers are kept in goldens.json. Between them they have every engine, table optimizer, window,
+"""The small runs whose numbers are kept in goldens/. Between them they have every engine, table optimizer, window,
 wire, placement and method.
 
 Each is a recipe, as the sections that differ from `BASE`, and a number of ranks. Names say what is run, for people.

@@ -1,6 +1,6 @@
-"""Runs of the command line, and the numbers they leave: what goldens.json is made of.
+"""Runs of the command line, and the numbers they leave: what goldens/KIND.json is made of, for each kind of CPU.
 
-    python tests/golden/golden_runs.py            run every configuration and write goldens.json (`make golden`)
+    python tests/golden/golden_runs.py            run every configuration and write the file of this CPU (`make golden`)
     python tests/golden/golden_runs.py NAME ..    run these and replace their numbers alone
 
 Nothing of the package is imported: commands, keys of recipes and files on the disk are all that is used. Commands run
@@ -31,7 +31,8 @@ from forked import Zygote
 
 HERE = Path(__file__).resolve().parent
 ROOT = HERE.parents[1]
-GOLDENS = HERE / "goldens.json"
+GOLDENS = HERE / "goldens"
+"""A file for each kind of CPU: the order of additions, and so the bits, depend on its instructions."""
 TOKENIZER = HERE / "tokenizer.json"
 SYLLABLES = ["ta", "ble", "ro", "w", "gra", "di", "ent", "ve", "ctor", "ran", "k", "ste", "p", "é", "数", "据", "hash"]
 WORDS, DOCUMENTS = 240, 160
@@ -139,6 +140,12 @@ def kind_of_machine() -> dict[str, str]:
     return {**facts, "cpu": f"{name}, family {of.get('cpu family')}, model {of.get('model')}, flags {flags}"}
 
 
+def goldens_of_this_machine() -> Path:
+    """The file of this kind of CPU, which may not exist."""
+    kind = kind_of_machine()
+    return GOLDENS / f"{kind['cpu_capability']}-{kind['cpu'].rpartition(' ')[2]}.json"
+
+
 def _commit() -> str:
     """Of the last change to the package."""
 
@@ -151,12 +158,14 @@ def _commit() -> str:
 
 def main() -> int:
     header = {"made_by": "make golden", **kind_of_machine(), "python": platform.python_version(), "commit": _commit()}
-    names, results = sys.argv[1:], {}
+    names, results, file = sys.argv[1:], {}, goldens_of_this_machine()
     if names:
-        kept = json.loads(GOLDENS.read_text(encoding="utf-8"))
+        if not file.exists():
+            raise SystemExit(f"there is no {file.name}: make all of it first, without a name")
+        kept = json.loads(file.read_text(encoding="utf-8"))
         differing = [key for key, value in kind_of_machine().items() if kept["header"][key] != value]
         if differing:
-            raise SystemExit(f"goldens.json was made with another {', '.join(differing)}; make all of it anew")
+            raise SystemExit(f"{file.name} was made with another {', '.join(differing)}; make all of it anew")
         header, results = kept["header"], kept["configurations"]
     with tempfile.TemporaryDirectory(prefix="golden-") as folder:
         workspace = make_workspace(Path(folder))
@@ -166,7 +175,7 @@ def main() -> int:
             losses = [float.fromhex(results[name]["loss"][place]) for place in (0, -1)]
             seconds = time.monotonic() - start
             print(f"{name:40} loss {losses[0]:.4f} -> {losses[1]:.4f}  {seconds:5.1f} s", flush=True)
-    GOLDENS.write_text(json.dumps({"header": header, "configurations": results}, indent=1) + "\n", encoding="utf-8")
+    file.write_text(json.dumps({"header": header, "configurations": results}, indent=1) + "\n", encoding="utf-8")
     return 0
 
 
