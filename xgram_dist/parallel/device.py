@@ -18,7 +18,8 @@ from torch import Tensor
 
 from xgram_dist.errors import UserError
 
-Item, Result = TypeVar("Item"), TypeVar("Result")
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """By `train.precision`."""
