@@ -236,11 +236,8 @@ class TouchedRows:
         self.index_N: Integers = dedup.translate(self.rows_R, np.arange(len(self.rows_R), dtype=np.int32), rows_N)
         """Index of each access among the rows."""
         gathered_N = self.index_N[num_local_accesses:] if zero_copy else self.index_N
-        self.by_row_N: Integers = _argsort(gathered_N)
-        """The gathered accesses sorted by row."""
-        readers_R = np.bincount(gathered_N, minlength=len(remote_R) if zero_copy else len(self.rows_R))
-        self.row_starts_R: Integers = np.cumsum(readers_R) - readers_R
-        """First of these for each row that is gathered."""
+        self.by_row_N, self.row_starts_R = _sort_by_row(gathered_N)
+        """The gathered accesses sorted by row; the first of them for each row that is gathered."""
 
 
 def build_gathered_accesses(
@@ -297,14 +294,23 @@ def _one_row_reads(index_N: Integers, device: torch.device) -> Reads:
     return ReadOneRow(len(index_N), index_to_device(index_N, device))
 
 
-def _argsort(index_N: Integers) -> Integers:
-    """Stable. Sorts the pairs (index, position) as single integers: numpy sorts these several times as fast as it finds
-    the order of others."""
+def _sort_by_row(index_N: Integers) -> tuple[Integers, Integers]:
+    """(accesses sorted by row, stable; first of them for each row). Every row up to the last has an access.
+
+    Sorts pairs (row, access) as single integers, which numpy does several times as fast as `argsort`.
+    """
     bits = len(index_N).bit_length()
-    pairs_N = (index_N.astype(np.int64) << bits) + np.arange(len(index_N))
+    pairs_N = index_N.astype(np.int64)
+    pairs_N <<= bits
+    pairs_N |= np.arange(len(index_N))
     pairs_N.sort()
-    return pairs_N & ((1 << bits) - 1)
+    is_first = np.ones(len(index_N), dtype=bool)
+    row_N = (pairs_N >> bits).astype(np.int32)
+    np.not_equal(row_N[1:], row_N[:-1], out=is_first[1:])
+    pairs_N &= (1 << bits) - 1
+    return pairs_N, np.flatnonzero(is_first)
 
 
 def _is_arange(index_N: Integers) -> bool:
-    return np.array_equal(index_N, np.arange(len(index_N)))
+    ends_match = len(index_N) == 0 or (index_N[0] == 0 and index_N[-1] == len(index_N) - 1)
+    return bool(ends_match) and np.array_equal(index_N, np.arange(len(index_N)))
