@@ -5,11 +5,14 @@ gradients of all micro-batches, clips by the joint norm and applies AdamW as it 
 """
 
 import method_models as methods
+import numpy as np
 import pytest
 import tiny_models as tiny
 import torch
+from slow_plan import slow_keys
 
 from xgram_dist.engine import build_engine
+from xgram_dist.model.methods.base import method_of
 from xgram_dist.optim.schedule import learning_rate, warmup_factor
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.train.step import JointOptimizer, train_step
@@ -49,18 +52,21 @@ class TextbookAdamW:
         self.value -= rate * m_hat / (torch.sqrt(v_hat) + self.settings.eps)
 
 
-def reference_gradients(made, tables, batch, warmup):
+def reference_gradients(settings, made, tables, batch, warmup):
     """Gradients by autograd through the literal retrieval of every position."""
     for state in tables.shards:
         state.rows.requires_grad_()
         if state.gates is not None:
             state.gates.requires_grad_()
     names = [table.name for state in tables.shards for table in state.slab.tables]
-    keys = tables.planner._keys_of
-    count = made.embedding.shape[0] if keys is None else tables.shards[0].slab.rows
+    vocabulary, method = settings.model.vocabulary, method_of(settings)
+    hashing = method.ngram_hash() if method.looks_up_ngrams else None
+    count = vocabulary if hashing is None else tables.shards[0].slab.rows
     for tokens in batch:
         values = {n: torch.stack([tiny.literal_retrieval(tables, n, t) for t in range(count)]) for n in names}
-        slots = tokens if keys is None else torch.from_numpy(keys(tokens.numpy())).long()
+        slots = tokens
+        if hashing is not None:
+            slots = torch.from_numpy(slow_keys(hashing, np.arange(vocabulary), tokens.numpy()))
         loss, _ = made.loss(tokens, slots, values, torch.tensor(warmup, dtype=F64))
         (loss / len(batch)).backward()
 
@@ -96,7 +102,7 @@ def test_weights_after_many_steps_equal_textbook_adamw_on_dense_tables(case):
         batch = tiny.tokens(settings, 2, 2, 10, seed=step)
         result = train_step(settings, tables, optimizer, batch, tables.plan(batch).result(), step)
 
-        reference_gradients(twin, twin_tables, batch, warmup_factor(settings, step))
+        reference_gradients(settings, twin, twin_tables, batch, warmup_factor(settings, step))
         gradients = [p.grad for p in twin.parameters()]
         gradients += [s.rows.grad for s in twin_tables.shards]
         gradients += [s.gates.grad for s in twin_tables.shards if s.gates is not None]

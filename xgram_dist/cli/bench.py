@@ -17,6 +17,7 @@ EXAMPLES = """
   xgram-dist bench checkpoint --json --folder /scratch       saves and loads against plain files of the same size
   xgram-dist bench exchange --ranks 2 --rounds 3 --peers tools/peers --frequencies frequencies.npz
   xgram-dist bench engine --frequencies frequencies.npz      engines against bare loops; sharded tables against FSDP
+  xgram-dist bench planning recipes/1.15b/engram-4x.yaml --ranks 32      planning a step against the predicted step
 """
 
 Figures = dict[str, Any]
@@ -24,6 +25,8 @@ Figures = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=list(BENCHMARKS), help="which benchmark")
+    parser.add_argument("recipe", nargs="?", help="planning: YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="planning: change keys of the recipe")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument(
         "--rounds", type=int, help="rounds, in each of which all sides run (default: step 12, generate 15, others 3)"
@@ -40,16 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[2],
-        help="exchange: one or more numbers of ranks; checkpoint, engine: one number (default 2)",
+        help="exchange: one or more numbers of ranks; checkpoint, engine, planning: one number (default 2)",
     )
     parser.add_argument("--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8)")
     parser.add_argument("--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or 4x (default 1)")
     parser.add_argument("--folder", help="checkpoint: a folder on the disk to measure (default: the current folder)")
     parser.add_argument("--peers", help="exchange: folder of the peer systems, tools/peers (default: no peers)")
-    parser.add_argument("--frequencies", help="exchange, engine: token frequencies (default: Zipf)")
+    parser.add_argument("--frequencies", help="exchange, engine, planning: token frequencies (default: Zipf)")
+    parser.add_argument("--data", help="planning: a prepared data set to take tokens from (default: draw them)")
 
 
 def run(args: argparse.Namespace) -> int:
+    if args.recipe is not None and args.what != "planning":
+        raise UserError(f"bench {args.what} takes no recipe or keys: leave out {args.recipe}")
     benchmark, show = BENCHMARKS[args.what]
     figures = benchmark(args)
     if args.json:
@@ -115,6 +121,16 @@ def _engine(args: argparse.Namespace) -> Figures:
     return run_engine_benchmark(args.ranks[0], rounds, steps, args.vocabulary, args.scale, _path(args.frequencies))
 
 
+def _planning(args: argparse.Namespace) -> Figures:
+    rounds = 3 if args.rounds is None else args.rounds
+    if args.recipe is None or rounds < 1 or len(args.ranks) != 1 or args.ranks[0] < 1:
+        raise UserError("bench planning needs a recipe, --rounds of at least 1 and one number of --ranks, at least 1")
+    from xgram_dist.bench.planning import run_planning_benchmark
+
+    paths = _path(args.frequencies), _path(args.data)
+    return run_planning_benchmark(args.recipe, args.overrides, args.ranks[0], rounds, *paths)
+
+
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
@@ -156,6 +172,22 @@ def _show_engine(args: argparse.Namespace, figures: Figures) -> None:
     print("; ".join(f"{key.replace('_', ' ')} {_format(layout[key])}" for key in others))
 
 
+def _show_planning(args: argparse.Namespace, figures: Figures) -> None:
+    from xgram_dist.console import print_table
+
+    step = figures["predicted_step_seconds"]
+    parts = {**figures.pop("parts"), "planning": {"wall": figures["wall_seconds"], "cpu": figures["cpu_seconds"]}}
+    rows = []
+    for name, part in parts.items():
+        shares = (f"{100 * part[kind] / step:.1f} %" for kind in ("wall", "cpu"))
+        rows.append([name, f"{part['wall']:.3f}", f"{part['cpu']:.3f}", *shares])
+    rows.append(["predicted step", f"{step:.3f}", "", "", ""])
+    header = [f"{figures['recipe']}, a rank of {figures['ranks']}", "wall, s", "CPU, s", "wall / step", "CPU / step"]
+    print_table(header, rows)
+    print()
+    print_table(["planning", "value"], _rows(figures))
+
+
 def _rows(figures: Figures) -> list[list[str]]:
     return [[key.replace("_", " "), _format(value)] for key, value in figures.items()]
 
@@ -174,6 +206,7 @@ BENCHMARKS: dict[str, tuple[Benchmark, Show]] = {
     "engine": (_engine, _show_engine),
     "exchange": (_exchange, _show_exchange),
     "generate": (_generate, _show_figures),
+    "planning": (_planning, _show_planning),
     "step": (_step, _show_figures),
 }
 COMMANDS = {"bench": Command(EXAMPLES, add_arguments, run)}

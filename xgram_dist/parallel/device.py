@@ -6,14 +6,20 @@ import os
 import threading
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.errors import UserError
+
+Item = TypeVar("Item")
+Result = TypeVar("Result")
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 """By `train.precision`."""
@@ -101,6 +107,7 @@ def writes_in_any_order(device: torch.device) -> Iterator[None]:
 
 # Host memory and threads
 
+MAX_PLANNING_THREADS = 8
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _MADV_HUGEPAGE, _HUGE_PAGE_BYTES = 14, 1 << 21  # sys/mman.h
 
@@ -146,9 +153,33 @@ def begin_planning_thread(device: torch.device) -> None:
     set_thread_device(device)
 
 
+class PlanningPool:
+    """Threads among which a planning thread divides its work."""
+
+    def __init__(self) -> None:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self._num_threads = min(MAX_PLANNING_THREADS, cores)
+        self._threads = ThreadPoolExecutor(self._num_threads, "plan-part", lower_thread_priority)
+
+    def map(self, function: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+        """The results in the order of the items."""
+        one_by_one = len(items) == 1 or self._num_threads == 1
+        return list(map(function, items) if one_by_one else self._threads.map(function, items))
+
+    def close(self) -> None:
+        self._threads.shutdown()
+
+
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """From host memory, without waiting for the copy."""
     return pin_for(device, tensor).to(device, non_blocking=True)
+
+
+def index_to_device(index: NDArray[Any], device: torch.device) -> Tensor:
+    """An index in host memory, each number below 2^31, as int64 on the device. To a GPU it travels as int32."""
+    if device.type != "cpu":
+        index = index.astype(np.int32, copy=False)
+    return to_device(torch.from_numpy(index), device).long()
 
 
 def pin_for(device: torch.device, tensor: Tensor) -> Tensor:

@@ -171,6 +171,7 @@ class ShardedTables:
 
     def close(self) -> None:
         self._thread.shutdown()
+        self.planner.close()
 
     def _empty(self, count: int, shard: Shard) -> Tensor:
         """Memory for vectors in the wire type."""

@@ -4,13 +4,14 @@ Planning runs on the host, on ids alone, a step ahead of the compute. It produce
 message sizes on the host, so fetch and return never read device memory. For each window (some micro-batches of the
 step):
 
-    dedup     distinct tokens, sorted by owner: this rank first, then the others in rank order   local
-    counts    number of vectors requested from each owner                                       1 all-to-all, integers
-    ids       the token ids requested from each owner                                           1 small all-to-all
-    accesses  the rows an owner reads for them (lookup.py)                                      local
+    request   distinct keys, sorted by owner: this rank first, then the others (requests.py)    local
+    counts    number of vectors requested from each owner                                      1 all-to-all, integers
+    ids       the keys requested from each owner                                               1 small all-to-all
+    read      the rows an owner reads for them (lookup.py)                                     local
+    upload    index tensors to the device                                                      local
 
 Both all-to-alls run on the data axis's host group. With a byte budget, the ranks first agree on the windows: one small
-all-reduce a window.
+all-reduce a window. Local work is divided among threads.
 
 A token whose rows have several owners is requested from each; the requester sums the partial vectors in that order.
 Keys are token ids, or hashed n-gram ids (several keys a position, each a global row); the rest is the same.
@@ -33,7 +34,7 @@ from torch import Tensor
 from xgram_dist.config import Config
 from xgram_dist.config.schema import parse_bytes
 from xgram_dist.errors import UserError
-from xgram_dist.parallel.device import to_device
+from xgram_dist.parallel.device import PlanningPool, index_to_device
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.lookup import (
@@ -43,42 +44,24 @@ from xgram_dist.tables.lookup import (
     TouchedRows,
     build_gathered_accesses,
     build_zero_copy_accesses,
-    segment_sums,
+)
+from xgram_dist.tables.ngrams import NgramKeys
+from xgram_dist.tables.requests import (
+    NgramRequests,
+    OneOwnerPerToken,
+    OwnerOrder,
+    Requests,
+    RowNumbering,
+    SeveralOwnersPerToken,
+    TokenNumbering,
+    TokenRequests,
+    WindowRequest,
+    expand_ranges,
 )
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import RowSharding, owners_of_tokens
 
 # What a plan holds.
-
-
-class OneOwnerPerToken:
-    """Vectors arrive in the order of the distinct tokens, one each."""
-
-    def combine(self, received_PW: Tensor) -> Tensor:
-        return received_PW
-
-    def expand(self, grads_UW: Tensor) -> Tensor:
-        return grads_UW
-
-
-@dataclass(frozen=True)
-class SeveralOwnersPerToken:
-    """Some tokens have rows with several owners: their vectors are partial sums."""
-
-    token_P: Tensor
-    """The distinct token of each vector."""
-    by_token_P: Tensor
-    """The vectors sorted by token, this rank's first."""
-    token_starts_U: Tensor
-    """First of these for each token."""
-
-    def combine(self, received_PW: Tensor) -> Tensor:
-        """Partial sums -> one vector a token [U, W]."""
-        return segment_sums(received_PW, self.by_token_P, self.token_starts_U, None)
-
-    def expand(self, grads_UW: Tensor) -> Tensor:
-        """Backward of `combine`: every owner gets the token's gradient [P, W]."""
-        return grads_UW.index_select(0, self.token_P)
 
 
 @dataclass(frozen=True)
@@ -183,63 +166,7 @@ class WindowRule:
         return slices
 
 
-# Keys: numbered so that distinct keys in ascending order are already grouped by owner.
-
-
-class OwnerOrder:
-    """Owners in the order a rank requests from them: itself first, then the others in rank order."""
-
-    def __init__(self, group: ProcessGroup):
-        self.size = group.size
-        self.owner: Integers = np.array([group.rank, *(r for r in range(group.size) if r != group.rank)])
-        """The owner at each position."""
-        self.position: Integers = np.argsort(self.owner)
-
-
-class TokenNumbering:
-    """Tokens numbered by (position of their first row's owner, id), for routed tables."""
-
-    def __init__(self, owners: list[tuple[Integers, Integers]], order: OwnerOrder):
-        """`owners`: for each slab, the owners of each token's rows (CSR)."""
-        self._owners, self._order = owners, order
-        offsets, of_rows = owners[0]
-        self.limit = len(offsets) - 1
-        self._token_of = np.argsort(order.position[of_rows[offsets[:-1]]], kind="stable")
-        self._number_of = np.empty(self.limit, np.int32)
-        self._number_of[self._token_of] = np.arange(self.limit, dtype=np.int32)
-
-    def numbers(self, tokens: Integers) -> Integers:
-        return self._number_of[tokens]
-
-    def keys(self, numbers_U: Integers) -> Integers:
-        return self._token_of[numbers_U]
-
-    def pairs(self, slab: int, keys_U: Integers) -> tuple[Integers, Integers]:
-        """(index into the keys of each vector to request, sorted by owner; how many for each rank)."""
-        offsets, owners = self._owners[slab]
-        start, end = offsets[keys_U], offsets[keys_U + 1]
-        key_P, entry_P = _expand_ranges(start, end - start)
-        owner_P = owners[entry_P]
-        counts = np.bincount(owner_P, minlength=self._order.size)
-        return key_P[np.argsort(self._order.position[owner_P], kind="stable")], counts
-
-
-class RowNumbering:
-    """The same where a key is a global row and rows are owned round-robin: by arithmetic, since there may be very many
-    rows."""
-
-    def __init__(self, num_rows: int, order: OwnerOrder):
-        self._order, self._share = order, -(-num_rows // order.size)
-        self.limit = order.size * self._share
-
-    def numbers(self, keys: Integers) -> Integers:
-        return self._order.position[keys % self._order.size] * self._share + keys // self._order.size
-
-    def keys(self, numbers_U: Integers) -> Integers:
-        return numbers_U % self._share * self._order.size + self._order.owner[numbers_U // self._share]
-
-    def pairs(self, slab: int, keys_U: Integers) -> tuple[Integers, Integers]:
-        return np.arange(len(keys_U)), np.bincount(keys_U % self._order.size, minlength=self._order.size)
+# Planning.
 
 
 class LocalAccessLists:
@@ -254,6 +181,16 @@ class LocalAccessLists:
         self.coefficients: NDArray[Any] = lists.coefficients[is_local].astype(np.float32)
 
 
+@dataclass(frozen=True)
+class LocalReads:
+    """The local rows that the tokens requested from this owner read; in host memory."""
+
+    touched: TouchedRows
+    counts_Q: Integers | None
+    """Rows of each token. None: one, with coefficient 1."""
+    coefficients_N: NDArray[Any] | None
+
+
 class ExchangePlanner:
     """Plans the windows of a step. Every rank of the group must plan the same steps in the same order."""
 
@@ -266,12 +203,12 @@ class ExchangePlanner:
         rule: WindowRule,
         group: ProcessGroup,
         devices: tuple[torch.device, torch.device],
-        keys_of: Callable[[Integers], Integers] | None = None,
+        keys_of: NgramKeys | None = None,
         zero_copy: bool = False,
     ):
         """`group`: the data axis's host group. `devices`: of the working set, and of the rows. `keys_of`: the keys of
-        each token; without it, the token itself. `zero_copy`: local rows are read in place."""
-        self.group, self.rule, self._keys_of = group, rule, keys_of
+        each position; without it, the token itself. `zero_copy`: local rows are read in place."""
+        self.group, self.rule = group, rule
         self._order = OwnerOrder(group)
         self.device, self.shard_device = devices
         self.access_lists = [
@@ -279,67 +216,48 @@ class ExchangePlanner:
         ]
         assert not zero_copy or routing is None
         self._zero_copy = zero_copy
-        self._numbering: TokenNumbering | RowNumbering
-        if keys_of is None and routing is not None:
+        self._pool = PlanningPool()
+        self._requests: Requests
+        if keys_of is not None:
+            self._requests = NgramRequests(keys_of, self._order, len(slabs), self._pool)
+        elif routing is not None:
             owners = [owners_of_tokens(routing, slab.view, sharding, num_keys) for slab in slabs]
-            self._numbering = TokenNumbering(owners, self._order)
+            self._requests = TokenRequests(TokenNumbering(owners, self._order, self.device), len(slabs))
         else:
-            self._numbering = RowNumbering(num_keys, self._order)
-        self._dedup_keys = Dedup(self._numbering.limit)
+            self._requests = TokenRequests(RowNumbering(num_keys, self._order), len(slabs))
         self._dedup_rows = Dedup(len(sharding.rows_of(group.rank)))
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> list[Window]:
         """The windows of these tokens. `whole`: one window, whatever the rule."""
-        numbers = self._numbering.numbers(tokens.numpy() if self._keys_of is None else self._keys_of(tokens.numpy()))
-        slices = [slice(0, len(tokens))] if whole else self.rule.cut(numbers, self._dedup_keys.count, self.group)
-        distinct = [self._dedup_keys(numbers[micro_batches]) for micro_batches in slices]
-        keys = [self._numbering.keys(numbers_U) for numbers_U, _ in distinct]
-        slabs, rank = range(len(self.access_lists)), self.group.rank
-        pairs = [[self._numbering.pairs(s, keys_U) for s in slabs] for keys_U in keys]  # [window][slab]
-        requested = np.array([[counts for _, counts in of_slab] for of_slab in pairs])  # [window, slab, owner]
-        served, wanted = self._exchange_ids(keys, pairs, requested)
-        reads = [[self._accesses(s, wanted[w][s], int(requested[w, s, rank])) for s in slabs] for w in range(len(keys))]
-        parts = [self._parts_of_step([of_slab[s][0] for of_slab in reads]) for s in slabs]
-        windows = []
-        for w, micro_batches in enumerate(slices):
-            plans = []
-            for s in slabs:
-                touched, accesses = reads[w][s]
-                plans.append(
-                    SlabPlan(
-                        requested=requested[w, s].tolist(),
-                        served=served[w, s].tolist(),
-                        num_local=len(touched.rows_R) if self._zero_copy else int(requested[w, s, rank]),
-                        combination=self._combination(pairs[w][s][0], len(keys[w])),
-                        accesses=accesses,
-                        part=parts[s][w],
-                        num_remote_tokens=self._num_remote_tokens(pairs[w][s]),
-                    )
-                )
-            slots, keys_of_rows = distinct[w][1], keys[w]
-            if self._zero_copy:
-                slots, keys_of_rows = self._zero_copy_slots(slots, keys_of_rows, reads[w][0][0])
-            slots_on_device = to_device(torch.from_numpy(slots), self.device)
-            windows.append(Window(micro_batches, slots_on_device, len(keys[w]), plans, keys_of_rows))
-        return windows
+        slices, requests = self.request(tokens, whole=whole)
+        served, wanted = self.exchange_ids(requests)
+        return self.upload(slices, requests, served, self.read(requests, wanted))
 
-    def _exchange_ids(
-        self, keys: list[Integers], pairs: list[list[tuple[Integers, Integers]]], requested: Integers
-    ) -> tuple[Integers, list[list[Integers]]]:
+    def close(self) -> None:
+        self._pool.close()
+
+    def request(self, tokens: Tensor, *, whole: bool = False) -> tuple[list[slice], list[WindowRequest]]:
+        """(the micro-batches of each window, what it requests)."""
+        on_host, count = tokens.numpy(), self._requests.count
+        slices = [slice(0, len(tokens))] if whole else self.rule.cut(on_host, count, self.group)
+        return slices, self._requests.plan([on_host[micro_batches] for micro_batches in slices])
+
+    def exchange_ids(self, requests: list[WindowRequest]) -> tuple[Integers, list[list[Integers]]]:
         """(vectors each rank requests from this owner [window, slab, rank], the tokens requested [window][slab])."""
+        requested = np.array([[slab.counts for slab in request.slabs] for request in requests])  # [window, slab, owner]
         windows, slabs, size = requested.shape
         to_owner = np.ascontiguousarray(np.moveaxis(requested, 2, 0))  # [owner, window, slab]
         received_counts, work = self.group.all_to_all(torch.from_numpy(to_owner), [1] * size, [1] * size)
         owners, position = self._order.owner, self._order.position
         segments = [
-            [np.split(keys[w][pairs[w][s][0]], np.cumsum(requested[w, s, owners])[:-1]) for s in range(slabs)]
-            for w in range(windows)
+            [np.split(slab.keys_P, np.cumsum(slab.counts[owners])[:-1]) for slab in request.slabs]
+            for request in requests
         ]
         ids = [segments[w][s][position[owner]] for owner in range(size) for w in range(windows) for s in range(slabs)]
         work.wait()
         from_rank = received_counts.numpy()  # [rank, window, slab]
         received_ids, work = self.group.all_to_all(
-            torch.from_numpy(np.concatenate(ids).astype(np.int32)),
+            torch.from_numpy(np.concatenate(ids).astype(np.int32, copy=False)),
             to_owner.sum(axis=(1, 2)).tolist(),
             from_rank.sum(axis=(1, 2)).tolist(),
         )
@@ -351,27 +269,74 @@ class ExchangePlanner:
         ]
         return np.moveaxis(from_rank, 0, 2), wanted
 
-    def _accesses(self, slab: int, keys_Q: Integers, num_local: int) -> tuple[TouchedRows, Accesses]:
-        """The local rows that these keys read. The first `num_local` keys are this rank's own."""
+    def read(self, requests: list[WindowRequest], wanted: list[list[Integers]]) -> list[list[LocalReads]]:
+        """The local rows that the requested tokens read [window][slab]. Windows are planned in parallel."""
+        rank = self.group.rank
+        keys = [
+            (s, wanted[w][s], int(slab.counts[rank])) for w, r in enumerate(requests) for s, slab in enumerate(r.slabs)
+        ]
+        reads = iter(self._pool.map(lambda of_slab: self._local_reads(*of_slab), keys))
+        return [[next(reads) for _ in request.slabs] for request in requests]
+
+    def _local_reads(self, slab: int, keys_Q: Integers, num_local: int) -> LocalReads:
+        """The first `num_local` keys are this rank's own."""
         lists = self.access_lists[slab]
         if lists is None:
-            touched = TouchedRows(keys_Q // self.group.size, num_local, self._dedup_rows)
-            if self._zero_copy:
-                return touched, build_zero_copy_accesses(touched, self.shard_device)
-            return touched, build_gathered_accesses(touched, None, None, num_local, self.shard_device)
+            rows_N = keys_Q // self.group.size
+            touched = TouchedRows(rows_N, num_local, self._dedup_rows, zero_copy=self._zero_copy)
+            return LocalReads(touched, None, None)
         start = lists.offsets[keys_Q]
-        counts = lists.offsets[keys_Q + 1] - start
-        _, entry_N = _expand_ranges(start, counts)
-        touched = TouchedRows(lists.rows[entry_N], int(counts[:num_local].sum()), self._dedup_rows)
-        coefficients_N = lists.coefficients[entry_N]
-        return touched, build_gathered_accesses(touched, counts, coefficients_N, num_local, self.shard_device)
+        counts_Q = lists.offsets[keys_Q + 1] - start
+        _, entry_N = expand_ranges(start, counts_Q)
+        touched = TouchedRows(lists.rows[entry_N], int(counts_Q[:num_local].sum()), self._dedup_rows)
+        return LocalReads(touched, counts_Q, lists.coefficients[entry_N])
 
-    def _zero_copy_slots(self, index: Integers, keys_U: Integers, touched: TouchedRows) -> tuple[Integers, Integers]:
-        """Indices into the distinct tokens -> rows of a working set that begins with the touched rows; and its keys."""
+    def upload(
+        self,
+        slices: list[slice],
+        requests: list[WindowRequest],
+        served: Integers,
+        reads: list[list[LocalReads]],
+    ) -> list[Window]:
+        """The windows, with their index tensors on the device."""
+        slabs, rank = range(len(self.access_lists)), self.group.rank
+        parts = [self._parts_of_step([of_slab[s].touched for of_slab in reads]) for s in slabs]
+        windows = []
+        for w, (micro_batches, request) in enumerate(zip(slices, requests, strict=True)):
+            plans = []
+            for s, slab in enumerate(request.slabs):
+                num_local, touched = int(slab.counts[rank]), reads[w][s].touched
+                plans.append(
+                    SlabPlan(
+                        requested=slab.counts.tolist(),
+                        served=served[w, s].tolist(),
+                        num_local=len(touched.rows_R) if self._zero_copy else num_local,
+                        combination=slab.combination,
+                        accesses=self._accesses(reads[w][s], num_local),
+                        part=parts[s][w],
+                        num_remote_tokens=slab.num_remote_tokens,
+                    )
+                )
+            index, keys_of_rows = request.index, request.keys_U
+            if self._zero_copy:
+                slot_U, keys_of_rows = self._zero_copy_slots(request.keys_U, reads[w][0].touched)
+                index = index.renamed(slot_U)
+            windows.append(Window(micro_batches, index.slots(self.device), len(request.keys_U), plans, keys_of_rows))
+        return windows
+
+    def _accesses(self, reads: LocalReads, num_local: int) -> Accesses:
+        if self._zero_copy:
+            return build_zero_copy_accesses(reads.touched, self.shard_device)
+        return build_gathered_accesses(
+            reads.touched, reads.counts_Q, reads.coefficients_N, num_local, self.shard_device
+        )
+
+    def _zero_copy_slots(self, keys_U: Integers, touched: TouchedRows) -> tuple[Integers, Integers]:
+        """(where the vector of each distinct key lies in a working set that begins with the touched rows; its keys)."""
         num_local, num_rows = touched.num_local_accesses, len(touched.rows_R)
         slot_U = np.concatenate((touched.index_N[:num_local], num_rows + np.arange(len(keys_U) - num_local)))
         global_R = touched.rows_R * self.group.size + self.group.rank
-        return slot_U[index], np.concatenate((global_R, keys_U[num_local:]))
+        return slot_U, np.concatenate((global_R, keys_U[num_local:]))
 
     def _parts_of_step(self, windows: list[TouchedRows]) -> list[PartOfStep] | list[None]:
         """For each window, its share of the rows that the step touches."""
@@ -379,26 +344,6 @@ class ExchangePlanner:
             return [None]
         rows = [touched.rows_R for touched in windows]
         distinct, index = self._dedup_rows(np.concatenate(rows))
-        step_rows = self._upload(distinct)
+        step_rows = index_to_device(distinct, self.shard_device)
         indices = np.split(index, np.cumsum([len(rows_R) for rows_R in rows])[:-1])
-        return [PartOfStep(step_rows, self._upload(index_R)) for index_R in indices]
-
-    def _combination(self, key_P: Integers, num_keys: int) -> OneOwnerPerToken | SeveralOwnersPerToken:
-        if len(key_P) == num_keys and np.array_equal(key_P, np.arange(num_keys)):
-            return OneOwnerPerToken()
-        counts = np.bincount(key_P, minlength=num_keys)
-        arrays = key_P, np.argsort(key_P, kind="stable"), np.cumsum(counts) - counts
-        return SeveralOwnersPerToken(*(to_device(torch.from_numpy(array), self.device) for array in arrays))
-
-    def _num_remote_tokens(self, pairs: tuple[Integers, Integers]) -> int:
-        key_P, counts = pairs
-        return len(np.unique(key_P[counts[self.group.rank] :]))
-
-    def _upload(self, array: NDArray[Any]) -> Tensor:
-        return to_device(torch.from_numpy(array), self.shard_device)
-
-
-def _expand_ranges(start: Integers, counts: Integers) -> tuple[Integers, Integers]:
-    """Ranges [start, start + count) one after the other: (number of the range, entry) of each element."""
-    number = np.repeat(np.arange(len(counts)), counts)
-    return number, np.arange(len(number)) + np.repeat(start - (np.cumsum(counts) - counts), counts)
+        return [PartOfStep(step_rows, index_to_device(index_R, self.shard_device)) for index_R in indices]

@@ -1,6 +1,7 @@
 """Engram's keys: the rows that the n-grams ending at a position hash to.
 
-In: the tokens of a batch [..., T], and a `Folding`. Out: keys [..., T, K], K by layer, order and head.
+In: the tokens of a batch [..., T], and a `Folding`. Out: the distinct n-grams of each order, and their rows in each
+hash head. A position has K keys, by layer, order and head.
 
     id(t)                   = folding[token at t]
     hash(layer, order)      = xor over the order's positions i of  id(t - i) * multiplier[layer, order, i]
@@ -8,7 +9,7 @@ In: the tokens of a batch [..., T], and a `Folding`. Out: keys [..., T, K], K by
 
 Heads have prime numbers of rows, so that two n-grams that collide in one head do not in another. Multipliers are odd,
 and so small that no product leaves 63 bits. What lies before the sequence, and (with document masking) before the
-document, has an id that no token has. Keys are computed on the host, as a part of planning the exchange.
+document, has an id that no token has. Keys are computed on the host, as a part of planning the exchange (requests.py).
 
 A folding gives tokens the same id if their text is the same after normalisation. It is built from the text of every
 token and saved as one `.npz` file. Tokens that are not whole characters, and those beyond the tokenizer's, stay alone.
@@ -27,6 +28,7 @@ from numpy.typing import NDArray
 
 from xgram_dist.errors import UserError
 from xgram_dist.files import int_array, read_npz, write_npz
+from xgram_dist.tables.lookup import Integers
 
 # Folding
 
@@ -141,37 +143,55 @@ def _multipliers(layer: int, order: int, vocabulary: int) -> tuple[int, ...]:
     return tuple(multipliers)
 
 
+@dataclass(frozen=True)
+class Grams:
+    """The distinct n-grams of one order in some tokens."""
+
+    index: Integers
+    """The n-gram that ends at each position, shaped like the tokens."""
+    ids: list[Integers]
+    """The folded ids [G] of the n-grams, from the last token backwards."""
+
+
 class NgramKeys:
-    """Maps tokens to keys."""
+    """Maps tokens to keys, by way of their distinct n-grams: each is hashed once."""
 
     def __init__(self, hashing: NgramHash, folding: NDArray[Any], end_of_text: int | None = None):
         """`folding`: the id of each token. `end_of_text`: with document masking, the token that ends a document."""
-        self._hash, self._folding, self._end = hashing, folding.astype(np.int64), end_of_text
+        self.hash, self._folding, self._end = hashing, folding.astype(np.uint64), end_of_text
 
-    def __call__(self, tokens: NDArray[Any]) -> NDArray[Any]:
-        """[..., T] -> [..., T, K]."""
-        hashing, ids = self._hash, self._folding[tokens]
-        shifted = [self._shifted(ids, tokens, steps) for steps in range(max(hashing.orders))]
-        keys = np.empty((*tokens.shape, hashing.num_keys), dtype=np.int32)
-        column = first_row = 0
-        for layer_multipliers in hashing.multipliers:
-            for multipliers, heads in zip(layer_multipliers, hashing.rows, strict=True):
-                mixed = shifted[0] * multipliers[0]
-                for previous, multiplier in zip(shifted[1:], multipliers[1:], strict=False):
-                    mixed ^= previous * multiplier
-                for rows in heads:
-                    keys[..., column] = mixed % rows + first_row
-                    column, first_row = column + 1, first_row + rows
-        return keys
+    def grams(self, tokens: Integers) -> list[Grams]:
+        """[..., T] -> the n-grams of each order. An n-gram of n tokens is numbered by (the one of its last n - 1
+        tokens, the id before them)."""
+        ids, base = self._folding[tokens], np.uint64(self.hash.outside + 1)
+        found: list[Grams] = []
+        for steps in range(max(self.hash.orders)):
+            codes = self._shifted(ids, tokens, steps)
+            if found:
+                codes = found[-1].index.astype(np.uint64) * base + codes
+            distinct, index = np.unique(codes, return_inverse=True)
+            shorter = distinct // base
+            previous = [of_shorter[shorter] for of_shorter in found[-1].ids] if found else []
+            found.append(Grams(index.reshape(tokens.shape).astype(np.int32), [*previous, distinct - shorter * base]))
+        return [found[order - 1] for order in self.hash.orders]
 
-    def _shifted(self, ids: NDArray[Any], tokens: NDArray[Any], steps: int) -> NDArray[Any]:
+    def head_rows(self, layer: int, order: int, grams: Grams) -> list[Integers]:
+        """The row of each n-gram within each hash head. `layer`, `order`: indices."""
+        multipliers = self.hash.multipliers[layer][order]
+        mixed = grams.ids[0] * np.uint64(multipliers[0])
+        for previous, multiplier in zip(grams.ids[1:], multipliers[1:], strict=True):
+            mixed ^= previous * np.uint64(multiplier)
+        # numpy divides by a constant four times as fast as it takes the remainder.
+        return [(mixed - mixed // np.uint64(rows) * np.uint64(rows)).astype(np.int32) for rows in self.hash.rows[order]]
+
+    def _shifted(self, ids: Integers, tokens: Integers, steps: int) -> Integers:
         """ids[t - steps]."""
         if steps == 0:
             return ids
-        shifted = np.full_like(ids, self._hash.outside)
+        shifted = np.full_like(ids, self.hash.outside)
         shifted[..., steps:] = ids[..., :-steps]
         if self._end is not None:
             ends = (tokens == self._end).astype(np.int64)
             documents = np.cumsum(ends, axis=-1) - ends  # an end-of-text token still belongs to the document it ends
-            shifted[..., steps:][documents[..., steps:] != documents[..., :-steps]] = self._hash.outside
+            shifted[..., steps:][documents[..., steps:] != documents[..., :-steps]] = self.hash.outside
         return shifted

@@ -48,7 +48,7 @@ def plan_row_sharding(routing: Routing | None, num_rows: int, ranks: int, policy
     if policy == "contiguous":
         owner = rows * ranks // num_rows
     elif policy == "strided" or routing is None:
-        owner = rows % ranks
+        return RowSharding(ranks, (rows % ranks).astype(np.int32), rows // ranks, policy)
     elif policy == "token":
         owner = _leading_rows(routing, num_rows) % ranks
     else:

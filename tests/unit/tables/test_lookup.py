@@ -159,7 +159,7 @@ def test_one_row_a_token_comes_as_it_is_asked_for_and_others_need_the_first_rows
 @given(own=st.sets(st.integers(0, 9)), others=st.lists(st.integers(0, 9), max_size=12))
 def test_rows_read_in_place_get_the_gradients_of_all_their_readers(own, others):
     flat, slab = np.array([*sorted(own), *others], dtype=np.int64), torch.arange(20, dtype=F64).reshape(10, 2)
-    touched = TouchedRows(flat, len(own), Dedup(10))
+    touched = TouchedRows(flat, len(own), Dedup(10), zero_copy=True)
     accesses = build_zero_copy_accesses(touched, tiny.CPU)
     read = slab[accesses.touched_R]
     assert torch.equal(read[touched.index_N[: len(own)]], slab[flat[: len(own)]])
