@@ -112,7 +112,7 @@ def test_overrides_may_stand_after_an_option(capsys: pytest.CaptureFixture[str])
 
 def test_a_word_too_many_is_refused_where_there_are_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["doctor", "train.steps=3"])
+        main(["inspect", "gone", "train.steps=3"])
     assert end.value.code == 2
     assert "unrecognized arguments: train.steps=3" in capsys.readouterr().err
 
