@@ -58,3 +58,9 @@ KERNELS: dict[str, int] = {"step_rows": 1, "caught_up": 1, "softmax": 2, "loss_g
 
 NO_FALLBACK = {"index_put_", "index_put", "scatter_add_", "index_add_", "embedding_dense_backward"}
 """Operations that no compiled part may call: in deterministic mode they walk duplicates one after the other."""
+
+
+# Planning, on the host.
+
+PLANNING_SHARE = 1.0
+"""CPU seconds of planning a step, over the predicted step. Up to 8 threads share them."""

@@ -79,6 +79,7 @@ class LayoutEstimate:
             "wire": [message.as_dict() for message in self.messages],
             "wire_bytes": self.wire_bytes,
             "seconds": self.time.as_dict(),
+            "planning_cpu_seconds": None if tables is None else tables.planning_cpu_seconds,
         }
 
 

@@ -10,6 +10,7 @@ from xgram_dist.estimate.flops import Budget
 from xgram_dist.estimate.layout import LayoutEstimate
 from xgram_dist.estimate.memory import Phase
 from xgram_dist.estimate.step_time import PUBLIC_MFU, Machine
+from xgram_dist.parallel.device import MAX_PLANNING_THREADS
 
 BUDGET_LABELS = {
     "backbone_parameters": "backbone parameters",
@@ -232,6 +233,13 @@ def _print_time(layout: LayoutEstimate, machine: Machine) -> None:
     print(
         f"bottleneck: {worst.name}, bound by {worst.bound}: {100 * worst.seconds / time.one_by_one:.0f} % of the step"
     )
+    if layout.tables is not None:
+        planning = layout.tables.planning_cpu_seconds
+        share = planning / MAX_PLANNING_THREADS / time.overlapped
+        print(
+            f"planning, on the host while the step before trains: {format_seconds(planning)} of CPU time; "
+            f"{100 * share:.1f} % of the step, divided among {MAX_PLANNING_THREADS} threads"
+        )
     public = ", ".join(f"{100 * share:.1f} % at {size}" for size, share in PUBLIC_MFU.items())
     print(
         f"MFU with all attention scores counted: {100 * time.mfu_full_attention:.1f} %; so counted, others measured "

@@ -14,7 +14,7 @@ from xgram_dist.estimate.exchange import WIRE_BYTES
 from xgram_dist.estimate.flops import num_row_gates
 from xgram_dist.estimate.memory import INT64, Allocation
 from xgram_dist.estimate.traffic import Traffic, plan_window_sizes
-from xgram_dist.model.methods.base import table_layout
+from xgram_dist.model.methods.base import method_of, table_layout
 from xgram_dist.tables.exchange_plan import ID_BYTES
 from xgram_dist.tables.layout import (
     RESIDUAL_SITES,
@@ -35,6 +35,9 @@ with one window it has another from fetch to update. On a CPU a copy is one bloc
 HISTORY_BYTES = 1_200_000
 """catch_up: the past steps that each optimizer remembers, for adamw_catchup.HISTORY steps."""
 
+PLANNING_SECONDS = {"key": 12e-9, "vector": 40e-9}
+"""Of a core: for each key of a position, and for each vector that a rank requests. Measured with `bench planning`."""
+
 
 @dataclass(frozen=True)
 class TableEstimate:
@@ -51,6 +54,8 @@ class TableEstimate:
     """Micro-batches of each window."""
     distinct_tokens: float
     """Of the largest window."""
+    planning_cpu_seconds: float
+    """Of all threads of the host that plan a step, while the step before it trains."""
 
 
 def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Traffic) -> TableEstimate:
@@ -97,7 +102,14 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
         host_device_bytes=2 * FP32 * elements if host else 0.0,
         window_sizes=window_sizes,
         distinct_tokens=distinct,
+        planning_cpu_seconds=_planning_cpu_seconds(config, micro_batches * per_micro_batch, sum(vectors)),
     )
+
+
+def _planning_cpu_seconds(config: Config, tokens: int, vectors: float) -> float:
+    """`vectors`: those a rank requests; it serves as many."""
+    keys = tokens * max(1, method_of(config).num_ngram_keys)
+    return keys * PLANNING_SECONDS["key"] + vectors * PLANNING_SECONDS["vector"]
 
 
 # Memory

@@ -108,6 +108,7 @@ def writes_in_any_order(device: torch.device) -> Iterator[None]:
 # Host memory and threads
 
 MAX_PLANNING_THREADS = 8
+"""Of a rank. A node with 8 GPUs has 12 cores or more for each."""
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4  # malloc.h
 _MADV_HUGEPAGE, _HUGE_PAGE_BYTES = 14, 1 << 21  # sys/mman.h
 

@@ -69,6 +69,9 @@ def test_a_command_like_no_other_comes_with_all_of_them(capsys: pytest.CaptureFi
         (["train", TINY, "data.path=gone"], ["data.path = 'gone'", "xgram-dist prepare"]),
         (["report", "gone"], ["'gone' is not a run folder"]),
         (["bench", "step", "--rounds", "1"], ["--rounds 1", "at least 2"]),
+        (["bench", "step", "train.steps=3"], ["bench step takes no recipe", "train.steps=3"]),
+        (["bench", "planning"], ["needs a recipe"]),
+        (["bench", "planning", TINY, "memory.window=1MB"], ["memory.window = 1MB", "memory.window=step"]),
         (["frequencies", "gone", "--out", "f.npz"], ["gone"]),
         (["prepare", "--source", "nothing", "--out", "o"], ["NAME=PATH"]),
         (["route"], ["--frequencies"]),
@@ -109,7 +112,7 @@ def test_overrides_may_stand_after_an_option(capsys: pytest.CaptureFixture[str])
 
 def test_a_word_too_many_is_refused_where_there_are_no_overrides(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as end:
-        main(["bench", "step", "train.steps=3"])
+        main(["inspect", "gone", "train.steps=3"])
     assert end.value.code == 2
     assert "unrecognized arguments: train.steps=3" in capsys.readouterr().err
 
