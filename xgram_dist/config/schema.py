@@ -167,6 +167,17 @@ class EngramConfig(Section):
     """Width of the rows of all heads and orders concatenated; by default model.width."""
     taps: Positive = 4
     """Kernel size of the convolution over the retrieved features."""
+    kernel_init: Literal["zero", "identity"] = "zero"
+    """Initial kernel. zero: the branch of the convolution starts as the identity; identity: the convolution passes its
+    input on."""
+    layer_primes: bool = False
+    """Primes of the heads differ between layers, too; otherwise all layers have the same."""
+    pad_token: NotNegative | None = None
+    """Token whose id stands for what lies before the sequence; by default an id that no token has."""
+    gate_eps: Annotated[float, Field(gt=0)] | None = None
+    """Epsilon of the norms of key and query; by default model.norm_eps."""
+    output_eps: Annotated[float, Field(gt=0)] | None = None
+    """Epsilon of the norm before the convolution; by default model.norm_eps."""
     fold: bool = True
     """Treat tokens as equal if their text is equal after normalisation (NFKC, accents, case, white space)."""
     layers: Layers = "all"

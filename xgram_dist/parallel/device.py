@@ -168,7 +168,9 @@ class PlanningPool:
         return list(map(function, items) if one_by_one else self._threads.map(function, items))
 
     def close(self) -> None:
+        """Stop the threads. What is asked for later runs in the caller's."""
         self._threads.shutdown()
+        self._num_threads = 1
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:

@@ -9,7 +9,8 @@ hash head. A position has K keys, by layer, order and head.
 
 Heads have prime numbers of rows, so that two n-grams that collide in one head do not in another. Multipliers are odd,
 and so small that no product leaves 63 bits. What lies before the sequence, and (with document masking) before the
-document, has an id that no token has. Keys are computed on the host, as a part of planning the exchange (requests.py).
+document, has an id that no token has, or that of a given token. Keys are computed on the host, as a part of planning
+the exchange (requests.py).
 
 A folding gives tokens the same id if their text is the same after normalisation. It is built from the text of every
 token and saved as one `.npz` file. Tokens that are not whole characters, and those beyond the tokenizer's, stay alone.
@@ -17,7 +18,7 @@ token and saved as one `.npz` file. Tokens that are not whole characters, and th
 
 import hashlib
 import unicodedata
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -99,26 +100,33 @@ class NgramHash:
     orders: tuple[int, ...]
     multipliers: tuple[tuple[tuple[int, ...], ...], ...]
     """[layer][order][position]"""
-    rows: tuple[tuple[int, ...], ...]
-    """[order][head]"""
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    """[layer][order][head]"""
     outside: int
-    """The id of what lies before the sequence."""
+    """The id of what lies before the sequence, larger than any token's; not used with a `pad_token`."""
+    pad_token: int | None = None
+    """The token whose id stands for what lies before the sequence."""
 
     @property
     def num_keys(self) -> int:
-        return len(self.multipliers) * sum(len(heads) for heads in self.rows)
+        return sum(len(heads) for orders in self.rows for heads in orders)
 
 
 def plan_ngram_hash(
-    vocabulary: int, orders: tuple[int, ...], layers: tuple[int, ...], head_rows: tuple[int, ...]
+    vocabulary: int,
+    orders: tuple[int, ...],
+    layers: tuple[int, ...],
+    head_rows: Sequence[tuple[int, ...]],
+    pad_token: int | None = None,
 ) -> NgramHash:
-    """`head_rows`: rows of each hash head of a layer, order by order."""
-    heads = len(head_rows) // len(orders)
+    """`head_rows`: rows of each hash head of each layer, order by order."""
+    heads = len(head_rows[0]) // len(orders)
     return NgramHash(
         orders=orders,
         multipliers=tuple(tuple(_multipliers(layer, order, vocabulary) for order in orders) for layer in layers),
-        rows=tuple(head_rows[n * heads : (n + 1) * heads] for n in range(len(orders))),
+        rows=tuple(tuple(rows[n * heads : (n + 1) * heads] for n in range(len(orders))) for rows in head_rows),
         outside=vocabulary,
+        pad_token=pad_token,
     )
 
 
@@ -159,6 +167,8 @@ class NgramKeys:
     def __init__(self, hashing: NgramHash, folding: NDArray[Any], end_of_text: int | None = None):
         """`folding`: the id of each token. `end_of_text`: with document masking, the token that ends a document."""
         self.hash, self._folding, self._end = hashing, folding.astype(np.uint64), end_of_text
+        pad = hashing.pad_token
+        self._outside = np.uint64(hashing.outside) if pad is None else self._folding[pad]
 
     def grams(self, tokens: Integers) -> list[Grams]:
         """[..., T] -> the n-grams of each order. An n-gram of n tokens is numbered by (the one of its last n - 1
@@ -181,17 +191,18 @@ class NgramKeys:
         mixed = grams.ids[0] * np.uint64(multipliers[0])
         for previous, multiplier in zip(grams.ids[1:], multipliers[1:], strict=True):
             mixed ^= previous * np.uint64(multiplier)
+        heads = self.hash.rows[layer][order]
         # numpy divides by a constant four times as fast as it takes the remainder.
-        return [(mixed - mixed // np.uint64(rows) * np.uint64(rows)).astype(np.int32) for rows in self.hash.rows[order]]
+        return [(mixed - mixed // np.uint64(rows) * np.uint64(rows)).astype(np.int32) for rows in heads]
 
     def _shifted(self, ids: Integers, tokens: Integers, steps: int) -> Integers:
         """ids[t - steps]."""
         if steps == 0:
             return ids
-        shifted = np.full_like(ids, self.hash.outside)
+        shifted = np.full_like(ids, self._outside)
         shifted[..., steps:] = ids[..., :-steps]
         if self._end is not None:
             ends = (tokens == self._end).astype(np.int64)
             documents = np.cumsum(ends, axis=-1) - ends  # an end-of-text token still belongs to the document it ends
-            shifted[..., steps:][documents[..., steps:] != documents[..., :-steps]] = self.hash.outside
+            shifted[..., steps:][documents[..., steps:] != documents[..., :-steps]] = self._outside
         return shifted

@@ -250,7 +250,7 @@ class NgramRequests(Requests):
         hashing = keys.hash
         self._groups = [(layer, o) for layer in range(len(hashing.multipliers)) for o in range(len(hashing.orders))]
         """(layer, order) of each group of heads."""
-        rows = [of_head for _, o in self._groups for of_head in hashing.rows[o]]
+        rows = [of_head for layer, o in self._groups for of_head in hashing.rows[layer][o]]
         self._first_rows = np.cumsum([0, *rows[:-1]]).tolist()
         """First row of each head."""
         self._owned = -(-max(rows) // order.size) + 1
@@ -270,7 +270,7 @@ class NgramRequests(Requests):
         return [head for heads in self._pool.map(lambda g: self._hash_group(g, grams), groups) for head in heads]
 
     def _heads_of(self, group: int) -> range:
-        heads = len(self._keys.hash.rows[0])
+        heads = len(self._keys.hash.rows[0][0])
         return range(group * heads, (group + 1) * heads)
 
     def _hash_group(self, group: int, grams: list[Grams]) -> list[HeadRows]:
@@ -294,7 +294,7 @@ class NgramRequests(Requests):
         ends = np.cumsum(counts.T).reshape(counts.T.shape).T
         keys_U = np.empty(int(counts.sum()), np.int32)
         hashing = self._keys.hash
-        num_layers, num_heads = len(hashing.multipliers), len(hashing.rows[0])
+        num_layers, num_heads = len(hashing.multipliers), len(hashing.rows[0][0])
         slots_KG = [np.empty((num_layers * num_heads, len(of_order.ids[0])), np.int32) for of_order in grams]
 
         def place(group: int) -> None:

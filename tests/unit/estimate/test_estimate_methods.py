@@ -48,7 +48,7 @@ ADDED_PARAMETERS = {
     "ple-4x": 10 * (2 + 3),  # gains
     "retoken-4x": 10 * 4 * 1536,  # scales
     "mort-4x": 10 * (4 * 1536 + 4 + 1536),  # router, its bias, scales
-    "engram-1x": 10 * (2 * 1536 * 1536 + (3 + 4) * 1536),  # two projections, three norms, four taps
+    "engram-1x": 10 * (2 * 1536 * 3072 + (3 + 4) * 1536),  # two projections, three norms, four taps
     "stem": 0,
     "mole": 10 * (2 * 3 * 1536 * 1536 + 2 * 1536 + 1536),  # experts, router, norm
     "scone": 2 * (ATTENTION + 3 * 1536 * 4096 + 2 * 1536),  # two blocks

@@ -89,9 +89,9 @@ def test_a_baseline_has_the_papers_table_parameters(size: str, scale: str, metho
     assert budget.table_parameters == pytest.approx(PRINTED[size][scale][0] * 1e9, rel=5e-3)
     layers, width, _, _ = SIZES[size]
     if method == "engram":
-        assert budget.activation_width == layers * width
+        assert budget.activation_width == layers * 2 * width
         # Two matrices a layer, three norms, four taps.
-        assert budget.extractor_parameters == layers * (2 * width * width + 3 * width + 4 * width)
+        assert budget.extractor_parameters == layers * (2 * 2 * width * width + 3 * width + 4 * width)
     else:
         assert budget.activation_width == layers * width * int(scale[0])
         assert 1.0 < budget.relative_flops < 1.02

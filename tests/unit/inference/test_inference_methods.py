@@ -24,6 +24,18 @@ MEMORY: dict[str, dict[str, Any]] = {
     "engram": {"compression": 1.0, "engram": {"heads": 2, "rows": 200, "taps": 3}},
     "mole": {"mole": {"experts": 2, "width": 24}},
     "scone": {"scone": {"grams": 50, "longest": 3, "layers": 1}},
+    "engram-authors": {
+        "compression": 1.0,
+        "engram": {
+            "heads": 2,
+            "rows": 200,
+            "kernel_init": "identity",
+            "layer_primes": True,
+            "pad_token": 2,
+            "gate_eps": 1e-2,
+            "output_eps": 1e-2,
+        },
+    },
     "engram-documents": {"compression": 1.0, "engram": {"heads": 2, "rows": 200, "orders": [1, 3]}},
 }
 

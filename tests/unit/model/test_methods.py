@@ -101,24 +101,26 @@ class Literal:
 
     def engram(self, x, site, layer):
         settings, eps = self.settings.memory.engram, self.settings.model.norm_eps
+        gate_eps, output_eps = settings.gate_eps or eps, settings.output_eps or eps
+        pad = self.settings.model.vocabulary if settings.pad_token is None else settings.pad_token
         hashing = Engram(self.settings).ngram_hash()
-        primes = [rows for of_order in hashing.rows for rows in of_order]
         place = settings.layers.index(layer)
+        earlier = sum(rows for of_layer in hashing.rows[:place] for of_order in of_layer for rows in of_order)
         outputs = []
         for t in range(len(x)):
-            pieces, first = [], place * sum(primes)
+            pieces, first = [], earlier
             for order, multipliers, heads in zip(
-                settings.orders, hashing.multipliers[place], hashing.rows, strict=True
+                settings.orders, hashing.multipliers[place], hashing.rows[place], strict=True
             ):
                 mixed = 0
                 for back in range(order):
-                    token = self.tokens[t - back] if t >= back else self.settings.model.vocabulary
+                    token = self.tokens[t - back] if t >= back else pad
                     mixed ^= token * multipliers[back]
                 for rows in heads:
                     pieces.append(row_of(self.lookup, "layers.all.ngram.0", first + mixed % rows))
                     first += rows
             e = torch.cat(pieces)
-            k, q = rms(site.key @ e, site.key_norm.weight, eps), rms(x[t], site.query_norm.weight, eps)
+            k, q = rms(site.key @ e, site.key_norm.weight, gate_eps), rms(x[t], site.query_norm.weight, gate_eps)
             score = float(k @ q) / math.sqrt(len(q))
             gate = 1 / (1 + math.exp(-math.copysign(math.sqrt(abs(score)), score)))
             outputs.append(gate * (site.value @ e))
@@ -127,7 +129,7 @@ class Literal:
             conv = torch.zeros_like(y)
             for back in range(settings.taps):
                 if t >= back:
-                    conv = conv + site.kernel[back] * rms(outputs[t - back], site.output_norm.weight, eps)
+                    conv = conv + site.kernel[back] * rms(outputs[t - back], site.output_norm.weight, output_eps)
             added.append(y + conv * torch.sigmoid(conv))
         return x + torch.stack(added)
 
@@ -184,6 +186,35 @@ def test_the_network_is_the_formula_written_out(method):
         assert sum(literal.losses) > 1e-4
 
 
+def test_engram_as_the_authors_of_x_gram_ran_it_is_the_formula_written_out():
+    """Primes by layer, a token for what lies before the sequence, epsilons of its own, an identity kernel."""
+    settings = methods.config(
+        "engram",
+        memory={
+            "engram": {
+                **methods.MEMORY["engram"]["engram"],
+                "kernel_init": "identity",
+                "layer_primes": True,
+                "pad_token": 2,
+                "gate_eps": 1e-2,
+                "output_eps": 1e-3,
+            }
+        },
+    )
+    hashing = Engram(settings).ngram_hash()
+    primes = [rows for of_layer in hashing.rows for of_order in of_layer for rows in of_order]
+    assert len(set(primes)) == len(primes) == 8
+    assert Engram(settings).num_rows == sum(primes)
+    made, lookup = tiny.model(settings, F64), methods.lookup(settings, dtype=F64)
+    assert made.blocks[0].sites["ngram"].kernel.shape[0] == 3
+    tokens = methods.repeating(settings, 2, 11, seed=3)
+    working = tiny.fetch(lookup, tokens)
+    found = made(tokens, working.slots, working.values, WARMUP)
+    for row, expected_of in zip(found, tokens, strict=True):
+        torch.testing.assert_close(row, Literal(settings, made, lookup, expected_of).hidden(), rtol=1e-6, atol=1e-8)
+    lookup.close()
+
+
 @pytest.mark.parametrize("method", methods.MEMORY)
 def test_what_starts_at_nothing_and_what_does_not(method):
     """At the start, retoken and mort are the vanilla backbone; the others are not."""
@@ -206,6 +237,11 @@ def test_what_starts_at_nothing_and_what_does_not(method):
         assert made.blocks[0].sites["block"].router_bias[0].item() == -2.0
     if method == "engram":
         assert made.blocks[0].sites["ngram"].kernel[:, 0].tolist() == [0.0, 0.0, 0.0]
+        engram = {**methods.MEMORY["engram"]["engram"], "kernel_init": "identity"}
+        settings = methods.config(method, memory={"engram": engram})
+        made = Transformer(settings)
+        initialise(made, settings)
+        assert made.blocks[0].sites["ngram"].kernel[:, 0].tolist() == [1.0, 0.0, 0.0]
 
 
 def test_stem_has_no_up_projection_where_rows_stand_for_it():

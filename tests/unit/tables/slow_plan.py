@@ -19,15 +19,16 @@ def slow_keys(
 
 def _keys_of_sequence(hashing: NgramHash, folding: np.ndarray, line: np.ndarray, end: int | None) -> list[list[int]]:
     found = []
+    pad = hashing.outside if hashing.pad_token is None else int(folding[hashing.pad_token])
     for t in range(len(line)):
         keys, first_row = [], 0
-        for of_layer in hashing.multipliers:
-            for order, multipliers, heads in zip(hashing.orders, of_layer, hashing.rows, strict=True):
+        for of_layer, layer_rows in zip(hashing.multipliers, hashing.rows, strict=True):
+            for order, multipliers, heads in zip(hashing.orders, of_layer, layer_rows, strict=True):
                 mixed = 0
                 for steps in range(order):
                     between = [] if end is None else [token for token in line[max(0, t - steps) : t] if token == end]
                     outside = t < steps or bool(between)
-                    mixed ^= (hashing.outside if outside else int(folding[line[t - steps]])) * multipliers[steps]
+                    mixed ^= (pad if outside else int(folding[line[t - steps]])) * multipliers[steps]
                 for rows in heads:
                     keys.append(first_row + mixed % rows)
                     first_row += rows
@@ -40,7 +41,7 @@ def listed_keys(keys: NgramKeys, tokens: np.ndarray) -> np.ndarray:
     grams, columns, first_row = keys.grams(tokens), [], 0
     for layer in range(len(keys.hash.multipliers)):
         for order, of_order in enumerate(grams):
-            for rows, row_G in zip(keys.hash.rows[order], keys.head_rows(layer, order, of_order), strict=True):
+            for rows, row_G in zip(keys.hash.rows[layer][order], keys.head_rows(layer, order, of_order), strict=True):
                 columns.append(first_row + row_G[of_order.index])
                 first_row += rows
     return np.stack(columns, axis=-1)

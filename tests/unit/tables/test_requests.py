@@ -24,9 +24,11 @@ def hashings(draw: st.DrawFn) -> NgramHash:
     orders = draw(st.sampled_from([(2,), (2, 3), (1, 3), (4, 1, 2)]))
     heads, minimum = draw(st.integers(1, 3)), draw(st.sampled_from([2, 5, 40, 600]))
     vocabulary = draw(st.sampled_from([2, 7, 150]))
-    return plan_ngram_hash(
-        vocabulary, orders, (0, 3)[: draw(st.integers(1, 2))], primes_from(minimum, heads * len(orders))
-    )
+    layers, count = (0, 3)[: draw(st.integers(1, 2))], heads * len(orders)
+    primes = primes_from(minimum, 2 * count)
+    rows = [primes[:count], primes[draw(st.sampled_from([0, count])) :][:count]]  # in both layers, or differing
+    pad = draw(st.sampled_from([None, 0, 1]))
+    return plan_ngram_hash(vocabulary, orders, layers, rows[: len(layers)], pad)
 
 
 def draw_tokens(hashing: NgramHash, seed: int, *shape: int) -> np.ndarray:
@@ -47,7 +49,7 @@ def test_keys_of_distinct_n_grams_are_those_of_every_position(
 
 def test_an_n_gram_is_hashed_once() -> None:
     """Planning's work follows the distinct n-grams, not the positions."""
-    hashing = plan_ngram_hash(50, (2, 3), (0, 1), primes_from(100, 4))
+    hashing = plan_ngram_hash(50, (2, 3), (0, 1), [primes_from(100, 4)] * 2)
     tokens = np.tile([7, 8, 9, 10], (4, 64))
     grams = NgramKeys(hashing, np.arange(50)).grams(tokens)
     assert [len(of_order.ids[0]) for of_order in grams] == [5, 6]  # with those that begin before the sequence
@@ -58,7 +60,7 @@ def test_an_n_gram_is_hashed_once() -> None:
 def plan_all(hashing: NgramHash, keys: NgramKeys, tokens: list[np.ndarray], size: int, zero_copy: bool) -> Any:
     """Every rank's windows. `size`: micro-batches of a window."""
     ranks = len(tokens)
-    num_rows = sum(map(sum, hashing.rows)) * len(hashing.multipliers)
+    num_rows = sum(rows for of_layer in hashing.rows for heads in of_layer for rows in heads)
     meeting, sharding = Meeting(ranks), plan_row_sharding(None, num_rows, ranks)
     planned: list[Any] = [None] * ranks
 
@@ -144,7 +146,7 @@ def test_plans_of_n_grams_are_those_of_plain_loops(
 
 @pytest.mark.parametrize("ranks", [1, 4])
 def test_as_many_threads_as_there_are_change_no_plan(ranks: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    hashing = plan_ngram_hash(150, (2, 3), (0, 1, 2), primes_from(600, 6))
+    hashing = plan_ngram_hash(150, (2, 3), (0, 1, 2), [primes_from(600, 6)] * 3)
     tokens = [draw_tokens(hashing, rank, 4, 2, 200) for rank in range(ranks)]
     found = []
     for threads in (1, 8):

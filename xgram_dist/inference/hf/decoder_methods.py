@@ -30,10 +30,12 @@ class NgramHash:
     orders: tuple[int, ...]
     multipliers: tuple[tuple[tuple[int, ...], ...], ...]
     """[layer][order][position]"""
-    rows: tuple[tuple[int, ...], ...]
-    """[order][head]"""
+    rows: tuple[tuple[tuple[int, ...], ...], ...]
+    """[layer][order][head]"""
     outside: int
-    """The id of what lies before the sequence."""
+    """The id of what lies before the sequence; not used with a `pad_token`."""
+    pad_token: int | None = None
+    """The token whose id stands for what lies before the sequence."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +57,10 @@ class MethodSite:
     reach: int = 0
     """Tokens before a position that decide its key."""
     hashing: NgramHash | None = None
+    gate_eps: float = 0.0
+    """engram: epsilon of the norms of key and query."""
+    output_eps: float = 0.0
+    """engram: epsilon of the norm before the convolution."""
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "MethodSite":
@@ -118,11 +124,12 @@ class Engram(nn.Module):
     def __init__(self, spec: Any, site: MethodSite, layer: int):
         super().__init__()
         assert site.hashing is not None
-        self.layer, num_heads = layer, sum(len(heads) for heads in site.hashing.rows)
+        self.layer, num_heads = layer, sum(len(heads) for heads in site.hashing.rows[0])
         first = site.layers.index(layer) * num_heads
         self.keys = slice(first, first + num_heads)
         self.value, self.key = (nn.Parameter(torch.zeros(spec.width, site.width)) for _ in range(2))
-        self.key_norm, self.query_norm, self.output_norm = (RMSNorm(spec.width, spec.norm_eps) for _ in range(3))
+        self.key_norm, self.query_norm = (RMSNorm(spec.width, site.gate_eps) for _ in range(2))
+        self.output_norm = RMSNorm(spec.width, site.output_eps)
         self.kernel = nn.Parameter(torch.zeros(site.taps, spec.width))
 
     def forward(
@@ -195,15 +202,16 @@ class KeyMap(nn.Module):
         """The rows of hashed n-grams. `shifted`: the token, and those 1, 2, .. before it; -1: none."""
         hashing = self.site.hashing
         assert hashing is not None
+        folding = self.get_buffer("array_0")
+        outside = hashing.outside if hashing.pad_token is None else folding[hashing.pad_token]
         ids, other_document = [], torch.zeros_like(shifted[0], dtype=torch.bool)
         for steps, tokens in enumerate(shifted):
             if steps and self.document_end is not None:
                 other_document = other_document | (tokens == self.document_end)
-            folded = self.get_buffer("array_0")[tokens.clamp_min(0)]
-            ids.append(torch.where((tokens < 0) | other_document, hashing.outside, folded))
+            ids.append(torch.where((tokens < 0) | other_document, outside, folding[tokens.clamp_min(0)]))
         keys, first_row = [], 0
-        for layer_multipliers in hashing.multipliers:
-            for multipliers, heads in zip(layer_multipliers, hashing.rows, strict=True):
+        for layer_multipliers, layer_rows in zip(hashing.multipliers, hashing.rows, strict=True):
+            for multipliers, heads in zip(layer_multipliers, layer_rows, strict=True):
                 mixed = ids[0] * multipliers[0]
                 for previous, multiplier in zip(ids[1:], multipliers[1:], strict=False):
                     mixed = mixed ^ (previous * multiplier)

@@ -2,7 +2,7 @@
 
     retrieve   e = rows of all orders and hash heads of this layer, side by side        keys: tables/ngrams.py
     extract    gate = sigmoid(signed root of <RMSNorm(W_k e), RMSNorm(h)> / sqrt(D)),  y = gate * W_v e
-    inject     h <- h + y + SiLU(conv(RMSNorm(y))), before the block; conv causal and depthwise, 0 at first
+    inject     h <- h + y + SiLU(conv(RMSNorm(y))), before the block; conv causal and depthwise
 
 The rows of all layers, orders and heads lie one after the other in a single table, so that a key is a row and one
 exchange moves them all. Every rank of a tensor axis holds the hidden state, the rows and the matrices whole, and
@@ -60,14 +60,27 @@ class Engram(MemoryMethod):
         return self.memory.engram.width or self.model.width
 
     @property
+    def gate_eps(self) -> float:
+        return self.memory.engram.gate_eps or self.model.norm_eps
+
+    @property
+    def output_eps(self) -> float:
+        return self.memory.engram.output_eps or self.model.norm_eps
+
+    @property
     def num_heads(self) -> int:
         """Hash heads of a layer, over all orders."""
         return len(self.memory.engram.orders) * self.memory.engram.heads
 
     @property
-    def head_rows(self) -> tuple[int, ...]:
-        """Rows of each hash head of a layer, order by order; the same in every layer."""
-        return primes_from(self.memory.engram.rows or self.model.vocabulary, self.num_heads)
+    def head_rows(self) -> list[tuple[int, ...]]:
+        """Rows of each hash head of each layer, order by order."""
+        layers, heads = len(self.layers), self.num_heads
+        minimum = self.memory.engram.rows or self.model.vocabulary
+        if not self.memory.engram.layer_primes:
+            return [primes_from(minimum, heads)] * layers
+        primes = primes_from(minimum, layers * heads)
+        return [primes[layer * heads : (layer + 1) * heads] for layer in range(layers)]
 
     def check(self) -> None:
         settings, tensor = self.memory.engram, self.config.parallel.tensor
@@ -79,6 +92,11 @@ class Engram(MemoryMethod):
             raise UserError(
                 f"memory.engram.rows = {settings.rows} gives {rows:,} rows over all layers and heads; keys have 31 "
                 f"bits, so lower it, or memory.engram.heads"
+            )
+        if settings.pad_token is not None and settings.pad_token >= self.model.vocabulary:
+            raise UserError(
+                f"memory.engram.pad_token = {settings.pad_token} is not a token: model.vocabulary = "
+                f"{self.model.vocabulary}"
             )
         if self.width % (self.num_heads * tensor):
             raise UserError(
@@ -93,13 +111,14 @@ class Engram(MemoryMethod):
 
     @property
     def num_rows(self) -> int:
-        return len(self.layers) * sum(self.head_rows)
+        return sum(map(sum, self.head_rows))
 
     # Keys
 
     def ngram_hash(self) -> NgramHash:
         settings = self.memory.engram
-        return plan_ngram_hash(self.model.vocabulary, settings.orders, self.layers, self.head_rows)
+        vocabulary, rows = self.model.vocabulary, self.head_rows
+        return plan_ngram_hash(vocabulary, settings.orders, self.layers, rows, settings.pad_token)
 
     @property
     def num_ngram_keys(self) -> int:
@@ -138,7 +157,7 @@ class Engram(MemoryMethod):
 
     def touched_share(self, tokens: int, frequencies: NDArray[Any] | None, routing: Routing | None) -> float | None:
         """As if no n-gram came twice."""
-        return float(chance_seen(np.array([1 / self.head_rows[0]]), tokens)[0])
+        return float(chance_seen(np.array([1 / self.head_rows[0][0]]), tokens)[0])
 
     def build_lookup(
         self,
@@ -164,6 +183,8 @@ class Engram(MemoryMethod):
         if not name.endswith(".kernel"):
             return False
         value.zero_()  # the convolution's branch starts as the identity: h + y
+        if self.memory.engram.kernel_init == "identity":
+            value[0] = 1.0  # the convolution passes its input on
         return True
 
     # Estimates
@@ -193,6 +214,8 @@ class Engram(MemoryMethod):
                 "taps": taps,
                 "reach": max(orders) - 1,
                 "hashing": asdict(self.ngram_hash()),
+                "gate_eps": self.gate_eps,
+                "output_eps": self.output_eps,
             }
         }
 
@@ -204,9 +227,9 @@ class EngramSite(nn.Module):
         self.tables = [table.name for table in method.layout().tables]
         self.value = nn.Parameter(torch.zeros(model.width, method.width))
         self.key = nn.Parameter(torch.zeros(model.width, method.width))
-        self.key_norm = RMSNorm(model.width, model.norm_eps)
-        self.query_norm = RMSNorm(model.width, model.norm_eps)
-        self.output_norm = RMSNorm(model.width, model.norm_eps)
+        self.key_norm = RMSNorm(model.width, method.gate_eps)
+        self.query_norm = RMSNorm(model.width, method.gate_eps)
+        self.output_norm = RMSNorm(model.width, method.output_eps)
         self.kernel = nn.Parameter(torch.zeros(method.memory.engram.taps, model.width))
 
     def forward(self, x_BTD: Tensor, values: list[Tensor], slots_BTK: Slots, documents_BT: Tensor | None) -> Tensor:
