@@ -48,7 +48,8 @@ class Message:
     def wait(self) -> None:
         self.work.wait()
         if self.received is not self.target:
-            self.target.copy_(self.received)
+            # `data`: columns beside it may be in use, and autograd must not take this for a change of theirs.
+            self.target.data.copy_(self.received)
 
 
 @dataclass(frozen=True)
