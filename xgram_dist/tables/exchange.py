@@ -95,10 +95,9 @@ class ShardedTables:
                     slabs[number].send_vectors(group)
             for slab in slabs:
                 slab.gather_local()
-        working = ShardedWorkingSet(window, slabs, num_groups, self.data_group.phases, training)
-        if not self.overlap:
-            working.wait()
-        return working
+        return ShardedWorkingSet(
+            window, slabs, num_groups, self.data_group.phases, training=training, overlap=self.overlap
+        )
 
     def give_back(self, working: WorkingSet) -> None:
         """The all-to-all of gradients. Owners add them to the gradient of the step's rows."""

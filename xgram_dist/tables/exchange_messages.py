@@ -293,16 +293,29 @@ class Leaves(Mapping[str, Tensor]):
 
 
 class ShardedWorkingSet(WorkingSet):
-    def __init__(self, window: Window, slabs: list[SlabExchange], num_groups: int, phases: Phases, training: bool):
+    def __init__(
+        self,
+        window: Window,
+        slabs: list[SlabExchange],
+        num_groups: int,
+        phases: Phases,
+        *,
+        training: bool,
+        overlap: bool,
+    ):
+        """`overlap`: vectors and gradients travel while the network computes."""
         self._leaves = Leaves(slabs, num_groups, phases, training)
         super().__init__(window, self._leaves)
-        self.exchanges = slabs
+        self._slabs, self._overlap = slabs, overlap
+        if not overlap:
+            self.wait()
 
     def wait(self) -> None:
         self._leaves.wait()
 
     def begin_return(self) -> None:
-        self._leaves.gradients.begin()
+        if self._overlap:
+            self._leaves.gradients.begin()
 
     def end_return(self) -> None:
         self._leaves.wait()
@@ -313,4 +326,4 @@ class ShardedWorkingSet(WorkingSet):
         """Where a slab is one message: the same memory as the values, one tensor a slab [U, W]. A reader of all tables
         may use the whole slab as one leaf instead."""
         self.wait()
-        return [slab.whole_leaf for slab in self.exchanges if slab.whole_leaf is not None]
+        return [slab.whole_leaf for slab in self._slabs if slab.whole_leaf is not None]
