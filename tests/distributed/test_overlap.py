@@ -1,11 +1,15 @@
 """With `memory.overlap` a run is the same, bit for bit, as without: losses, weights, tables, optimizer state."""
 
 import hashlib
+import signal
 from pathlib import Path
 
 import pytest
 from ranks_helper import run_ranks
 from train_helpers import read_metrics, small_config
+
+from xgram_dist.checkpoint.folder import checkpoints_at
+from xgram_dist.checkpoint.reader import CheckpointReader
 
 STEPS, SKIPPED = 6, 3
 SITES = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
@@ -60,6 +64,14 @@ def train(ranks, parallel, memory, train_keys=None):
         # Half the steps see few tokens, so that rows are left out for some steps and then hit again.
         return tiny.tokens(config, mesh.data.size, 2, 1, 12, seed=step)[mesh.data.rank] // (1 if step % 2 else 6)
 
+    give_back = lookup.give_back
+
+    def check_sent(working):
+        """All gradients have left during the backward pass, or none."""
+        assert working._leaves.gradients._next == (-1 if lookup.overlap else 0)
+        give_back(working)
+
+    lookup.give_back = check_sent
     found, early, working = [], 0, None
     planned = lookup.plan(tokens(1))
     for step in range(1, STEPS + 1):
@@ -123,48 +135,51 @@ def test_activation_checkpointing_and_a_tensor_axis():
     assert_equal(4, cases)
 
 
-def run_trainer(ranks, data, folder, overlap, stop_after=None):
-    """A whole run with validation on its way; with `stop_after` it stops there by a signal, and is resumed."""
-    import signal
-
+def run_trainer(ranks, data, folder, overlap):
+    """A whole run that validates and saves on its way, is stopped by a signal after step 5, and resumed; what its
+    metrics and its last checkpoint say."""
     from xgram_dist.train.trainer import Trainer
 
+    folder = Path(folder) / f"overlap-{overlap}"
+    memory = {**small_config(data).memory.model_dump(mode="json"), "optimizer": "catch_up", "overlap": overlap}
     config = small_config(
-        Path(data),
-        memory={**small_config(Path(data)).memory.model_dump(mode="json"), "optimizer": "catch_up", "overlap": overlap},
-        train={"steps": 8, "validate_every": 3, "global_batch": 8, "micro_batch": 2, "log_every": 1},
+        data,
+        memory=memory,
+        train={"steps": 9, "validate_every": 3, "global_batch": 8, "micro_batch": 2, "log_every": 1},
         checkpoint={"every": 2},
     )
-    first = Trainer(config, Path(folder), fresh=True, ranks=ranks)
-    if stop_after is not None:
-        trained = first._train
+    trainer = Trainer(config, folder, True, ranks)
+    train_one = trainer._train
 
-        def train_and_stop(step):
-            result = trained(step)
-            if step == stop_after:
-                signal.raise_signal(signal.SIGTERM)
-            return result
+    def train_and_stop(step):
+        result = train_one(step)
+        early = step != 3 and overlap  # step 3 is followed by a validation
+        assert (trainer.next_working is not None) == early
+        if step == 5 and ranks.first:
+            signal.raise_signal(signal.SIGTERM)
+        return result
 
-        first._train = train_and_stop
-        assert first.run() == 130
-        assert (first.next_working is not None) == overlap
-        first = Trainer(config, Path(folder), fresh=False, ranks=ranks)
-        assert first.resumed
-    assert first.run() == 0
-    if ranks.first:
-        return [digest(saved_state(Path(folder)))], numbers(Path(folder))
-    return None
-
-
-def saved_state(run):
-    from xgram_dist.checkpoint.folder import checkpoints_at
-    from xgram_dist.checkpoint.safetensors_io import SafetensorsFile
-
-    raise NotImplementedError
-
-
-def numbers(run):
+    trainer._train = train_and_stop
+    assert trainer.run() == 130
+    trainer = Trainer(config, folder, False, ranks)
+    assert trainer.resumed
+    assert trainer.run() == 0
+    assert trainer.next_working is None
+    if not ranks.first:
+        return None
     keys = ("kind", "step", "loss", "gradient_norm")
-    return [
-        [str(record.get(key)) for key in keys] for record in read_metrics(run) if record["kind"] in ("train", "validation")
-    ]
+    records = [record for record in read_metrics(folder) if record["kind"] in ("train", "validation")]
+    reader = CheckpointReader(checkpoints_at(folder)[-1])
+    names = sorted(name for name in reader.manifest.tensors if not name.startswith("rng."))
+    saved = [f"{name} {digest([reader.tensor(name)])}" for name in names]
+    return [[record.get(key) for key in keys] for record in records], saved
+
+
+def run_trainers(ranks, data, folder):
+    return [run_trainer(ranks, data, folder, overlap) for overlap in (False, True)]
+
+
+def test_a_run_that_validates_saves_stops_and_resumes(data, tmp_path):
+    (plain, overlapped), _ = run_ranks(run_trainers, 2, data, str(tmp_path))
+    assert [step for kind, step, *_ in plain[0] if kind == "validation"] == [3, 6, 9]
+    assert plain == overlapped
