@@ -106,7 +106,8 @@ class Run:
         mean = torch.stack(losses).mean()
         data.all_reduce_mean([mean])
         squares = self.world.all_reduce_sum(take_square_sum(self.lookup))
-        outcome = self.engine.step(RATE, mean * math.nan if spoil == "loss" else mean, squares)
+        outcome = self.engine.clip(mean * math.nan if spoil == "loss" else mean, squares)
+        self.engine.update(RATE, outcome)
         return float(mean), float(outcome.norm), float(squares), outcome.factor, outcome.applied
 
     @torch.no_grad()

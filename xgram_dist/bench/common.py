@@ -4,13 +4,14 @@ import json
 import os
 import socket
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.multiprocessing.spawn import spawn
 
+from xgram_dist.bench.slow_link import LinkEnd
 from xgram_dist.config import Config, dump_config
 from xgram_dist.parallel.device import retain_freed_host_memory
 from xgram_dist.parallel.launch import bind, cores_of
@@ -41,20 +42,32 @@ def synthetic_facts(config: Config, step: int, ranks: int, tables: TableShards |
     } | known
 
 
-def run_on_ranks(function: Callable[..., Any], size: int, *arguments: Any) -> list[Any]:
-    """What function(ranks, *arguments) returns on each rank, as plain JSON data. Every rank gets its own cores."""
+def run_on_ranks(
+    function: Callable[..., Any], size: int, *arguments: Any, network: Sequence[LinkEnd] = ()
+) -> list[Any]:
+    """What function(ranks, *arguments) returns on each rank, as plain JSON data. Every rank gets its own cores.
+    `network`: the end of a slow link for each rank; by default they talk over the loopback device."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     with tempfile.TemporaryDirectory(prefix="xgram-bench-") as folder:
-        spawn(_run, args=(function, size, port, folder, arguments), nprocs=size)  # type: ignore[no-untyped-call]
+        spawn(_run, args=(function, size, port, folder, arguments, network), nprocs=size)  # type: ignore[no-untyped-call]
         return [json.loads((Path(folder) / str(rank)).read_text(encoding="utf-8")) for rank in range(size)]
 
 
 def _run(
-    rank: int, function: Callable[..., Any], size: int, port: int, folder: str, arguments: tuple[Any, ...]
+    rank: int,
+    function: Callable[..., Any],
+    size: int,
+    port: int,
+    folder: str,
+    arguments: tuple[Any, ...],
+    network: Sequence[LinkEnd],
 ) -> None:
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    if network:
+        network[rank].enter()
+        os.environ |= {"MASTER_ADDR": network[0].address, "GLOO_SOCKET_IFNAME": network[rank].device}
     cores = cores_of(rank, size)
     bind(0, cores)
     torch.set_num_threads(max(1, len(cores)))

@@ -36,13 +36,13 @@ from xgram_dist.parallel.device import peak_memory
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import ShardedTables
+from xgram_dist.tables.exchange_messages import ShardedWorkingSet
 from xgram_dist.tables.frequencies import load_frequencies
 from xgram_dist.tables.layout import routing_settings
 from xgram_dist.tables.optimizers.adamw import AdamW, DenseAdamW
 from xgram_dist.tables.optimizers.adamw_catchup import CatchUpAdamW
 from xgram_dist.tables.optimizers.base import RowOptimizer
 from xgram_dist.tables.routing_build import build_routing
-from xgram_dist.tables.working_set import WorkingSet
 from xgram_dist.train.profiling import exchange_figures
 
 ROWS, LAYERS, VIEWS, WIDTH = 75_968, 10, 2, 64
@@ -75,6 +75,7 @@ def workload(rows: int, width: int, optimizer: str = "catch_up", **memory: Any) 
                 "compression": 1.0,
                 "sites": {"v": {"views": VIEWS}},
                 "optimizer": optimizer,
+                "overlap": False,  # there is no backbone
                 **memory,
             },
             "train": {"compile": True},
@@ -152,7 +153,7 @@ def _network(slots: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _lookup(working: WorkingSet) -> float:
+def _lookup(working: ShardedWorkingSet) -> float:
     """Look up all tables at once: they are side by side in the working set, as in the peer with one wide table."""
     leaf = working.slabs[0].requires_grad_()
     torch._dynamo.maybe_mark_dynamic(leaf, 0)

@@ -18,6 +18,7 @@ EXAMPLES = """
   xgram-dist bench exchange --ranks 2 --rounds 3 --peers tools/peers --frequencies frequencies.npz
   xgram-dist bench engine --frequencies frequencies.npz      engines against bare loops; sharded tables against FSDP
   xgram-dist bench planning recipes/1.15b/engram-4x.yaml --ranks 32      planning a step against the predicted step
+  xgram-dist bench overlap            exchange with and without overlap, over an emulated link of 1 Gb/s (as root)
 """
 
 Figures = dict[str, Any]
@@ -29,7 +30,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="planning: change keys of the recipe")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument(
-        "--rounds", type=int, help="rounds, in each of which all sides run (default: step 12, generate 15, others 3)"
+        "--rounds",
+        type=int,
+        help="rounds, in each of which all sides run (default: step 12, generate 15, overlap 4, others 3)",
     )
     parser.add_argument("--vocabulary", type=int, default=32768, help="step, generate, engine (default 32768)")
     parser.add_argument("--no-compile", action="store_true", help="step: without torch.compile")
@@ -45,7 +48,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[2],
         help="exchange: one or more numbers of ranks; checkpoint, engine, planning: one number (default 2)",
     )
-    parser.add_argument("--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8)")
+    parser.add_argument(
+        "--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4)"
+    )
     parser.add_argument("--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or 4x (default 1)")
     parser.add_argument("--folder", help="checkpoint: a folder on the disk to measure (default: the current folder)")
     parser.add_argument("--peers", help="exchange: folder of the peer systems, tools/peers (default: no peers)")
@@ -131,6 +136,21 @@ def _planning(args: argparse.Namespace) -> Figures:
     return run_planning_benchmark(args.recipe, args.overrides, args.ranks[0], rounds, *paths)
 
 
+def _overlap(args: argparse.Namespace) -> Figures:
+    rounds = 4 if args.rounds is None else args.rounds
+    steps = 4 if args.steps is None else args.steps
+    if rounds < 1 or steps < 1:
+        raise UserError("bench overlap needs --rounds and --steps of at least 1")
+    from xgram_dist.bench.slow_link import why_not
+
+    reason = why_not()
+    if reason:
+        return {"skipped": reason}
+    from xgram_dist.bench.overlap import run_overlap_benchmark
+
+    return run_overlap_benchmark(rounds, steps)
+
+
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
@@ -207,6 +227,7 @@ BENCHMARKS: dict[str, tuple[Benchmark, Show]] = {
     "exchange": (_exchange, _show_exchange),
     "generate": (_generate, _show_figures),
     "planning": (_planning, _show_planning),
+    "overlap": (_overlap, _show_figures),
     "step": (_step, _show_figures),
 }
 COMMANDS = {"bench": Command(EXAMPLES, add_arguments, run)}

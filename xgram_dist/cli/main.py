@@ -45,7 +45,7 @@ COMMANDS = {
     "diagnose": Entry("analysis", "measure what the tables of a checkpoint learned, as in the paper"),
     "compare": Entry("analysis", "train recipes on several seeds, and compare them on one page"),
     "report": Entry("analysis", "summarise one or more runs as a table, a picture and a page"),
-    "bench": Entry("bench", "run a benchmark: checkpoint, data, engine, exchange, generate or step"),
+    "bench": Entry("bench", "run a benchmark: checkpoint, data, engine, exchange, generate, overlap or step"),
 }
 
 

@@ -2,7 +2,8 @@
 
     for each micro-batch:   loss, cross_entropy = engine.loss(tokens, slots, values, warmup)
                             engine.backward(loss / micro_batches, last=...)
-    outcome = engine.step(learning_rate, mean_loss, table_squares)
+    outcome = engine.clip(mean_loss, table_squares)      the joint norm: clip the step, or skip it
+    engine.update(learning_rate, outcome)
 
 The leaves of the working set in `values` receive their gradient in the same backward pass, in fp32, neither scaled nor
 averaged. The backbone's gradients are means over the data axis after the last backward pass of a step.
@@ -77,12 +78,11 @@ class Engine(ABC):
         """Of one micro-batch. `loss` is already divided by their number. `last`: this is the last one of the step."""
 
     @torch.no_grad()
-    def step(self, rate: float, loss: Tensor, table_squares: Tensor) -> StepOutcome:
-        """Clips by the joint norm and updates with learning rate `rate`. A step whose norm or loss is not finite is
-        skipped. Gradients are cleared either way.
+    def clip(self, loss: Tensor, table_squares: Tensor) -> StepOutcome:
+        """Clips by the joint norm. A step whose norm or loss is not finite will be skipped.
 
         `loss`: of the step, the same on every rank. `table_squares`: square sum of all table gradients, already reduced
-        over ranks."""
+        over ranks. The tables may be updated between `clip` and `update`."""
         gradients = self._local_gradients()
         squares = backbone_square_sum(
             gradients, self.tensor_dims, shard=self.shard, tensor=self.mesh.tensor, device=self.device
@@ -90,13 +90,18 @@ class Engine(ABC):
         outcome = clip_by_joint_norm(squares, table_squares, loss, self.config.optimizer.clip_norm)
         if outcome.factor < 1 and gradients:
             torch._foreach_mul_([gradient for _, gradient in gradients], outcome.factor)
+        return outcome
+
+    @torch.no_grad()
+    def update(self, rate: float, outcome: StepOutcome) -> None:
+        """Updates with learning rate `rate`, unless the step is skipped. `outcome`: of `clip`. Gradients are cleared
+        either way."""
         self._update(rate, outcome)
         self._step_count += outcome.applied
-        return outcome
 
     @abstractmethod
     def _local_gradients(self) -> NamedTensors:
-        """This rank's shards of the reduced gradients, by parameter. `step` scales them in place."""
+        """This rank's shards of the reduced gradients, by parameter. `clip` scales them in place."""
 
     @abstractmethod
     def _update(self, rate: float, outcome: StepOutcome) -> None:

@@ -5,7 +5,6 @@ Micro-batches, the joint gradient norm, clipping and skipping are ours. What dep
 deepspeed_internals.py, which also imports it.
 """
 
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -56,8 +55,8 @@ class DeepSpeedEngine(Engine):
                     chunk.tensor.copy_(initial[shard.name][chunk.slices])
 
     def loss(self, *args: Any) -> tuple[Tensor, Tensor]:
-        # Stage 3's hooks write into mappings among the arguments: they get copies.
-        copied = (dict(argument) if isinstance(argument, Mapping) else argument for argument in args)
+        # Stage 3's hooks write into dicts among the arguments: they get copies.
+        copied = (dict(argument) if isinstance(argument, dict) else argument for argument in args)
         loss, entropy = self.engine(*copied, with_loss=True)
         if not torch.is_grad_enabled():
             self.partitions.release_gathered()

@@ -9,7 +9,7 @@ complete gradients; all collectives are those of parallel/tensor_parallel.py.
 Shapes: B batch, T sequence, D width, U distinct tokens of a micro-batch, K keys of a position.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -152,18 +152,21 @@ class Transformer(nn.Module):
         num_rows = len(next(iter(values.values()))) if values else 0
         # Where a position has several keys, each block sorts those it reads.
         slots = sort_slots(slots_BT, num_rows) if values and slots_BT.dim() == 2 else Slots(slots_BT)
-        _any_number_of_rows(values, slots)
+        _any_number_of_rows(slots)
         auxiliary_losses: list[Tensor] = []
         for block in self.blocks:
             assert isinstance(block, Block)
+            # Read here and not earlier: reading a table waits for its vectors.
             block_values = {
                 site: [values[name] for name in injection.tables]  # type: ignore[union-attr]
                 for site, injection in block.sites.items()
             }
+            for leaves in block_values.values():
+                _mark_rows_dynamic(leaves)
             block_slots = slots
             if block.keys is not None:
                 block_slots = sort_slots(slots_BT[..., block.keys], num_rows)
-                _any_number_of_rows({}, block_slots)
+                _any_number_of_rows(block_slots)
             arguments = (x, rotary, block_values, block_slots, warmup, documents, mask)
             if self.activation_checkpointing and torch.is_grad_enabled():
                 out = checkpoint(block, *arguments, use_reentrant=False)
@@ -196,10 +199,13 @@ class Transformer(nn.Module):
         return documents, build_document_mask(documents)
 
 
-def _any_number_of_rows(values: Mapping[str, Tensor], slots: Slots) -> None:
+def _any_number_of_rows(slots: Slots) -> None:
     """The working set has another number of rows in every window: a dynamic dimension from the first step on, so that
     blocks are compiled once and not again when the second window comes."""
-    by_row = [*values.values(), slots.starts_U, None if slots.long is None else slots.long.entry_U]
-    for tensor in by_row:
+    _mark_rows_dynamic([slots.starts_U, None if slots.long is None else slots.long.entry_U])
+
+
+def _mark_rows_dynamic(tensors: Sequence[Tensor | None]) -> None:
+    for tensor in tensors:
         if tensor is not None:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)

@@ -16,7 +16,7 @@ ranks works that the degrees divide.
 """
 
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from typing import Any
 
@@ -43,6 +43,9 @@ class Mesh:
     tensor: ProcessGroup
     replicate: ProcessGroup
     shard: ProcessGroup
+    exchange: ProcessGroup
+    """The ranks of the data axis, for the exchange of the tables. Where exchange and backbone overlap
+    (`memory.overlap`), a group of its own: its messages are under way while the engine uses `data`."""
 
     def __str__(self) -> str:
         axes = f"{self.world.size} ranks = {self.data.size} data x {self.tensor.size} tensor"
@@ -86,23 +89,28 @@ def init_world(device: torch.device, timeout: float = 600.0) -> ProcessGroup:
 def single_mesh(ranks: ProcessGroup | None = None) -> Mesh:
     """All ranks on the data axis."""
     world = ranks or ProcessGroup()
-    return Mesh(world, world, ProcessGroup(), ProcessGroup(), world)
+    return Mesh(world, world, ProcessGroup(), ProcessGroup(), world, world)
 
 
 def build_mesh(config: Config, world: ProcessGroup) -> Mesh:
     check_degrees(config, world.size)
     tensor, replicate = config.parallel.tensor, config.parallel.replicate
+    overlap = config.memory.overlap and config.memory.method != "vanilla"
     if tensor == 1 and replicate == 1:
-        return single_mesh(world)
+        mesh = single_mesh(world)
+        return replace(mesh, exchange=_build_axis(world, [list(range(world.size))])) if overlap else mesh
     data = world.size // tensor
     shard = data // replicate
     grid = torch.arange(world.size).view(replicate, shard, tensor)
+    data_ranks = [grid[:, :, t].reshape(-1).tolist() for t in range(tensor)]
+    data_group = _build_axis(world, data_ranks)
     return Mesh(
         world=world,
-        data=_build_axis(world, [grid[:, :, t].reshape(-1).tolist() for t in range(tensor)]),
+        data=data_group,
         tensor=_build_axis(world, grid.view(data, tensor).tolist()),
         replicate=_build_axis(world, [grid[:, s, t].tolist() for s in range(shard) for t in range(tensor)]),
         shard=_build_axis(world, [grid[r, :, t].tolist() for r in range(replicate) for t in range(tensor)]),
+        exchange=_build_axis(world, data_ranks) if overlap else data_group,
     )
 
 

@@ -2,6 +2,7 @@
 
     with ranks.phases("fetch"): ...
 
+A phase within another one interrupts it: the time of a wait during "compute" counts as "wait" alone.
 Times are read off the device's stream and only when asked for, so measuring does not synchronise. A phase with
 collectives that lasts longer than `limit` ends the process with one sentence that names rank, step and phase: another
 rank may hang or be gone, and the collective would wait for it in silence. The stacks of all threads are printed before.
@@ -41,26 +42,32 @@ class Phases:
         self._intervals: list[tuple[str, Any, Any]] = []
         """(phase, start, end)"""
         self._watched = set(WATCHED)
-        self._open: dict[int, tuple[str, float]] = {}
-        """By thread: the phase it is in, and since when."""
+        self._open: dict[int, tuple[str, float, Any]] = {}
+        """By thread: the phase it is in, since when, and that point of the device's stream."""
         self._watcher: threading.Thread | None = None
         self._closed = threading.Event()
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Times a phase. An exception gets a note that names rank, step and phase."""
+        """Times a phase, and interrupts the one it is in. An exception gets a note that names rank, step and phase."""
         thread = threading.get_ident()
         device = self.device if name != "plan" else torch.device("cpu")  # planning is host work, in a thread
-        self._open[thread] = (name, time.monotonic())
-        start = record_time(device)
+        outer = self._open.get(thread)
+        if outer is not None:
+            self._intervals.append((outer[0], outer[2], record_time(device)))
+        self._open[thread] = (name, time.monotonic(), record_time(device))
         try:
             yield
         except Exception as error:
             error.add_note(f"rank {self.rank}, step {self.step}, phase {name}")
-            raise
-        finally:
             self._open.pop(thread, None)
-        self._intervals.append((name, start, record_time(device)))
+            raise
+        end = record_time(device)
+        self._intervals.append((name, self._open[thread][2], end))
+        if outer is None:
+            self._open.pop(thread)
+        else:
+            self._open[thread] = (outer[0], time.monotonic(), end)
         if name == "compute":
             self._watched.add(name)
 
@@ -83,7 +90,7 @@ class Phases:
 
     def overdue(self, limit: float) -> str | None:
         """The phase that waits for longer than `limit`, or None."""
-        for name, since in list(self._open.values()):
+        for name, since, _ in list(self._open.values()):
             if name in self._watched and time.monotonic() - since > limit:
                 return name if name == "plan" else self._oldest_on_device() or name
         return None

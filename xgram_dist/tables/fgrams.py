@@ -148,6 +148,8 @@ GRAMS = "grams"
 class FgramLookup:
     """Implements `Lookup` (working_set.py)."""
 
+    overlap = False
+
     def __init__(self, grams: Fgrams, device: torch.device, end_of_text: int | None = None):
         """`end_of_text`: of `Fgrams.match`."""
         self.grams, self.device, self._end = grams, device, end_of_text

@@ -6,6 +6,7 @@ gather of a row serves every layer, and one exchange moves one vector for each t
 columns. Whatever outlives a run (checkpoints, exports) names tables, never slabs.
 """
 
+import itertools
 from dataclasses import dataclass, replace
 
 from xgram_dist.config.schema import Config
@@ -91,6 +92,13 @@ class TableLayout:
     def width(self) -> int:
         """Columns of all tables."""
         return sum(table.width for table in self.tables)
+
+    def layer_groups(self, most: int) -> list[list[int]]:
+        """The layers that have tables, ascending, in at most `most` groups of consecutive ones."""
+        layers = sorted({table.layer for table in self.tables})
+        count = min(most, len(layers))
+        ends = [len(layers) * number // count for number in range(count + 1)] if count else [0]
+        return [layers[start:end] for start, end in itertools.pairwise(ends)]
 
     def divide(self, tensor: int) -> "TableLayout":
         """The columns that each of `tensor` ranks holds."""

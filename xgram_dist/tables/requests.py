@@ -53,7 +53,7 @@ class SeveralOwnersPerToken:
 
     def combine(self, received_PW: Tensor) -> Tensor:
         """Partial sums -> one vector a token [U, W]."""
-        return segment_sums(received_PW, self.by_token_P, self.token_starts_U, None)
+        return segment_sums(received_PW.contiguous(), self.by_token_P, self.token_starts_U, None)
 
     def expand(self, grads_UW: Tensor) -> Tensor:
         """Backward of `combine`: every owner gets the token's gradient [P, W]."""

@@ -4,8 +4,9 @@ Which rows a step needs depends on its token ids alone. So rows are planned ahea
 before the forward pass, and their gradient is returned once. In between, the network reads plain local leaf tensors:
 
     windows = lookup.plan(tokens).result()       distinct tokens and the owners of their rows: ids only, ahead of time
-    working = lookup.fetch(window)               distinct tokens -> one vector a token and table
+    working = lookup.fetch(window)               distinct tokens -> one vector a token and table, on their way
     model(tokens_i, working.slots[i], working.values)   any number of forward and backward passes
+    working.begin_return()                       optional: the next backward pass is the last one
     lookup.give_back(working)                    gradients of the leaves -> the owners of the rows
 
 A window is the whole optimizer step or some of its micro-batches. Gradients accumulate in the leaves in fp32 over all
@@ -14,8 +15,9 @@ Shapes: U vectors of the working set, W slab width.
 """
 
 import warnings
+from collections.abc import Mapping
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Protocol
 
 import torch
@@ -35,57 +37,55 @@ class SlabGradient:
     on.
     """
 
-    def __init__(self, vectors_UW: Tensor):
-        self._like = vectors_UW
+    def __init__(self, rows: int, width: int, like: Tensor):
+        """`like`: a tensor of the same type and device."""
+        self._shape, self._like = (rows, width), like
         self._buffer: Tensor | None = None  # allocated on first use: activations may need the memory before
 
-    def accumulate_from(self, leaf: Tensor, columns: slice) -> None:
-        """Accumulate the gradients of this leaf in these columns."""
-
-        def move(leaf: Tensor) -> None:
-            self.put(columns, leaf.grad)
-            leaf.grad = self._columns(columns)
-
-        leaf.register_post_accumulate_grad_hook(move)
+    def take(self, leaf: Tensor, columns: slice) -> None:
+        """Move the leaf's gradient to these columns, where autograd goes on."""
+        self.put(columns, leaf.grad)
+        leaf.grad = self.columns(columns)
 
     @torch.no_grad()
     def put(self, columns: slice, gradient: Tensor | None) -> None:
         """The final gradient of these columns. None: nothing depended on them."""
-        target = self._columns(columns)
+        target = self.columns(columns)
         if gradient is None:
             target.zero_()
         elif gradient.data_ptr() != target.data_ptr() or gradient.stride() != target.stride():
             target.copy_(gradient)
 
-    def whole(self) -> Tensor:
-        """[U, W], after all columns were put."""
-        assert self._buffer is not None
-        return self._buffer
-
-    def _columns(self, columns: slice) -> Tensor:
+    def columns(self, columns: slice) -> Tensor:
         if self._buffer is None:
-            self._buffer = torch.empty_like(self._like)
+            self._buffer = self._like.new_empty(self._shape)
         return self._buffer[:, columns]
 
 
 @dataclass
 class WorkingSet:
     window: Window
-    values: dict[str, Tensor]
-    """For each table, by name, the retrieved vectors [U, width]: leaves of the autograd graph."""
-    slabs: list[Tensor] = field(default_factory=list)
-    """The same memory, one tensor a slab [U, W]. A reader of all tables may use the whole slab as one leaf instead."""
-    gradients: list[SlabGradient] = field(default_factory=list)
-    """Gradients of the values, one tensor a slab."""
+    values: Mapping[str, Tensor]
+    """For each table, by name, the retrieved vectors [U, width]: leaves of the autograd graph. Reading a table waits
+    until its vectors have arrived."""
 
     @property
     def slots(self) -> Tensor:
         """For each token of the window, its row in the values; shaped like the tokens."""
         return self.window.slots
 
+    def wait(self) -> None:
+        """Until all vectors have arrived."""
+
+    def begin_return(self) -> None:
+        """The next backward pass is the last one of the window: gradients may leave while it runs."""
+
 
 class Lookup(Protocol):
     """Tables as the training loop sees them."""
+
+    overlap: bool
+    """Whether fetching the next step's vectors early pays: they travel while the backbone is updated."""
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
         """The windows of a step's tokens [micro-batches, ...] in host memory. Every rank must plan the same steps in
@@ -93,7 +93,8 @@ class Lookup(Protocol):
         ...
 
     def fetch(self, window: Window, *, training: bool = True) -> WorkingSet:
-        """The working set of a window."""
+        """The working set of a window. For training, the tables must not be updated between the fetch of a step's first
+        window and its own update."""
         ...
 
     def give_back(self, working: WorkingSet) -> None:
@@ -107,6 +108,8 @@ class Lookup(Protocol):
 
 class NoTables:
     """The lookup of a model without tables."""
+
+    overlap = False
 
     def __init__(self, device: torch.device):
         self.device = device

@@ -34,6 +34,11 @@ class StepPrefetcher:
         self._next = self._request() if self._ahead and self._remaining else None
         return PrefetchedStep(tokens_ABT, windows.result(), position)
 
+    @property
+    def upcoming(self) -> "Future[list[Window]] | None":
+        """The windows of the step after the one just taken; None: it is not planned ahead, or there is none."""
+        return None if self._next is None else self._next[1]
+
     def drain(self) -> None:
         """Wait for the plan under way: it communicates, and the other ranks complete it too."""
         if self._next is not None:

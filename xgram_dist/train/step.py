@@ -1,12 +1,14 @@
-"""One optimizer step: fetch, compute, give back, clip jointly, update backbone and tables.
+"""One optimizer step: fetch, compute, give back, clip jointly, update tables and backbone.
 
 In: the tokens of all micro-batches of the step [A,B,T] in host memory, and their planned windows. Out: loss,
 cross-entropy and gradient norm as tensors, and whether the step was applied.
 
 The engine holds the backbone and decides by the joint norm; each owner updates its table rows. Two scalars cross the
-wire for the norm.
+wire for the norm. Tables are updated before the backbone, so that the vectors of the next step can be sent in between:
+they travel while the backbone's optimizer and its all-gather run.
 """
 
+from concurrent.futures import Future
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +22,7 @@ from xgram_dist.parallel.device import to_device
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.tables.exchange import shards_of
 from xgram_dist.tables.exchange_plan import Window
-from xgram_dist.tables.working_set import Lookup
+from xgram_dist.tables.working_set import Lookup, WorkingSet
 
 
 class StepResult(NamedTuple):
@@ -28,6 +30,8 @@ class StepResult(NamedTuple):
     cross_entropy: Tensor
     gradient_norm: Tensor
     applied: bool
+    next_working: WorkingSet | None
+    """Of the next step's first window, on its way; None: it was not asked for."""
 
 
 class JointOptimizer:
@@ -37,25 +41,47 @@ class JointOptimizer:
         self.config, self.engine, self.mesh = config, engine, mesh
         self.shards = shards_of(lookup)
 
-    @torch.no_grad()
     def step(self, step: int, loss: Tensor) -> StepOutcome:
         """Clip by the joint norm and update. Where the norm or the loss is not finite, nothing changes."""
+        outcome = self.clip(loss)
+        self.update_tables(step, outcome)
+        self.update_backbone(step, outcome)
+        return outcome
+
+    @torch.no_grad()
+    def clip(self, loss: Tensor) -> StepOutcome:
         squares: Any = torch.zeros((), device=loss.device)
         if self.shards is not None:
             squares = self.mesh.world.all_reduce_sum(to_device(self.shards.gradient_square_sum(), loss.device))
-        outcome = self.engine.step(learning_rate(self.config, step), loss, squares)
-        if self.shards is not None:
-            if outcome.applied:
-                self.shards.apply(table_rates(self.config, step, self.shards.num_rows), outcome.factor)
-            else:
-                self.shards.abandon()
-        return outcome
+        return self.engine.clip(loss, squares)
+
+    @torch.no_grad()
+    def update_tables(self, step: int, outcome: StepOutcome) -> None:
+        if self.shards is None:
+            return
+        if outcome.applied:
+            self.shards.apply(table_rates(self.config, step, self.shards.num_rows), outcome.factor)
+        else:
+            self.shards.abandon()
+
+    def update_backbone(self, step: int, outcome: StepOutcome) -> None:
+        self.engine.update(learning_rate(self.config, step), outcome)
 
 
 def train_step(
-    config: Config, lookup: Lookup, optimizer: JointOptimizer, tokens_ABT: Tensor, windows: list[Window], step: int
+    config: Config,
+    lookup: Lookup,
+    optimizer: JointOptimizer,
+    tokens_ABT: Tensor,
+    windows: list[Window],
+    step: int,
+    *,
+    working: WorkingSet | None = None,
+    upcoming: "Future[list[Window]] | None" = None,
 ) -> StepResult:
-    engine, mesh = optimizer.engine, optimizer.mesh
+    """`working`: of the first window, where the former step has fetched it. `upcoming`: the windows of the next step,
+    whose first one is fetched before the backbone is updated; None: it is not."""
+    mesh = optimizer.mesh
     phases = mesh.world.phases
     phases.step = step
     device = windows[0].slots.device
@@ -65,17 +91,34 @@ def train_step(
     losses: list[Tensor] = []
     entropies: list[Tensor] = []
     for window in windows:
-        working = lookup.fetch(window)
-        with phases("compute"):
-            for tokens_BT, slots_BT in zip(tokens_ABT[window.micro_batches], working.slots, strict=True):
-                loss, entropy = engine.loss(tokens_BT, slots_BT, working.values, warmup)
-                losses.append(loss.detach())
-                entropies.append(entropy)
-                engine.backward(loss / len(tokens_ABT), last=len(losses) == len(tokens_ABT))
+        working = working or lookup.fetch(window)
+        for loss, entropy in _compute_window(optimizer.engine, working, tokens_ABT, warmup):
+            losses.append(loss)
+            entropies.append(entropy)
         lookup.give_back(working)
+        working = None  # frees its memory before the next fetch
     with phases("update"):
         # Means over micro-batches and ranks: every rank reports, and decides by, the same numbers.
         means = torch.stack((torch.stack(losses).mean(), torch.stack(entropies).mean()))
         mesh.data.all_reduce_mean([means])
-        outcome = optimizer.step(step, means[0])
-    return StepResult(means[0], means[1], outcome.norm, outcome.applied)
+        outcome = optimizer.clip(means[0])
+        optimizer.update_tables(step, outcome)
+        next_working = None if upcoming is None else lookup.fetch(upcoming.result()[0])
+        optimizer.update_backbone(step, outcome)
+    return StepResult(means[0], means[1], outcome.norm, outcome.applied, next_working)
+
+
+def _compute_window(
+    engine: Engine, working: WorkingSet, tokens_ABT: Tensor, warmup: Tensor
+) -> list[tuple[Tensor, Tensor]]:
+    """Forward and backward of the window's micro-batches: (loss, cross-entropy) of each."""
+    found = []
+    numbers = range(len(tokens_ABT))[working.window.micro_batches]
+    with engine.mesh.world.phases("compute"):
+        for number, slots_BT in zip(numbers, working.slots, strict=True):
+            loss, entropy = engine.loss(tokens_ABT[number], slots_BT, working.values, warmup)
+            found.append((loss.detach(), entropy))
+            if number == numbers[-1]:
+                working.begin_return()
+            engine.backward(loss / len(tokens_ABT), last=number == len(tokens_ABT) - 1)
+    return found

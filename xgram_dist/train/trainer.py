@@ -2,6 +2,9 @@
 
     for each step:  batch -> fetch -> forward and backward of each micro-batch -> return gradients -> clip -> update
 
+Parts of the exchange run beside the compute (`memory.overlap`): the next step's fetch begins between the updates of
+tables and backbone.
+
 Every rank runs the same loop. After each step one small all-reduce over the world agrees on whether to stop (any rank
 received a signal) and whether to save (the first rank decides). The first rank prints and writes records. Ctrl-C,
 SIGTERM and SIGUSR1 end a run after the current step, with a checkpoint and metrics written.
@@ -31,6 +34,7 @@ from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import shards_of
 from xgram_dist.tables.optimizers.build import choose_optimizer
 from xgram_dist.tables.routing_io import save_routing
+from xgram_dist.tables.working_set import WorkingSet
 from xgram_dist.train.callbacks import Callback, Validation, build_callbacks
 from xgram_dist.train.checkpointing import RunCheckpoints, StartCheckpoint, TrainState
 from xgram_dist.train.inputs import KEYS_FILE, check_agreement, resolve_keys, resolve_routing, touched_share
@@ -98,6 +102,8 @@ class Trainer:
         self.utilization = Utilization(config, self.ranks.size, self.device)
         self.trace = ProfilerTrace(config.train.profile_from, config.train.profile_steps, str(folder / TRACE))
         remaining = config.train.steps - self.start
+        self.next_working: WorkingSet | None = None
+        """Of the next step's first window, if the last step has fetched it."""
         self.batches = StepPrefetcher(self.loader, self.lookup, steps=remaining, ahead=config.memory.plan_ahead)
 
     def run(self) -> int:
@@ -134,7 +140,19 @@ class Trainer:
             self.trace.before_step(step)
         with self.ranks.phases("data"):
             batch = self.batches.take()
-        result = train_step(self.config, self.lookup, self.optimizer, batch.tokens_ABT, batch.windows, step)
+        # What runs after this step reads the tables: then the next step's rows are read after it, as without overlap.
+        ahead = self.lookup.overlap and not any(callback.due(step) for callback in self.callbacks)
+        result = train_step(
+            self.config,
+            self.lookup,
+            self.optimizer,
+            batch.tokens_ABT,
+            batch.windows,
+            step,
+            working=self.next_working,
+            upcoming=self.batches.upcoming if ahead else None,
+        )
+        self.next_working = result.next_working
         self.state.step, self.state.position, self.state.loss = step, batch.position, result.loss
         if self.trace.after_step(step):
             self._say(f"step {step}: trace in {self.trace.path}")
@@ -220,6 +238,8 @@ class Trainer:
             self.checkpoints.wait(SAVE_GRACE_SECONDS)
             return
         self.batches.drain()
+        if self.next_working is not None:
+            self.next_working.wait()  # it communicates, and the other ranks complete it too
         self.checkpoints.close()
         self.lookup.close()
         self.engine.close()

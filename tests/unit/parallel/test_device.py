@@ -155,7 +155,7 @@ def test_tables_in_host_memory_reduce_over_gloo(monkeypatch, backend, uses_host,
     one = ProcessGroup()
     tensor = ProcessGroup(0, 2, backend, host=ProcessGroup(0, 2, "gloo"))
     config = tiny.config(memory={"placement": "host", **memory}, parallel={"engine": "replicated", "tensor": 2})
-    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, Mesh(one, one, tensor, one, one))
+    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, Mesh(one, one, tensor, one, one, one))
     expected = tensor.host if uses_host else tensor
     for shard in lookup.shards:
         assert shard.tensor_group is expected

@@ -115,11 +115,16 @@ def test_a_step_leaves_no_gradient_behind(data: Path, tmp_path: Path) -> None:
 
 def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: float) -> list[tuple[int, bool]]:
     """Put `value` into one gradient of these steps; returns (step, did any weight change) as it goes."""
-    original = JointOptimizer.step
+    clip_jointly, update_last = JointOptimizer.clip, JointOptimizer.update_backbone
     seen: list[tuple[int, bool]] = []
+    before: list[torch.Tensor] = []
 
-    def step(self: JointOptimizer, number: int, loss: torch.Tensor) -> Any:
-        if number in steps:
+    def tensors_of(optimizer: JointOptimizer) -> list[torch.Tensor]:
+        tables = [] if optimizer.shards is None else list(table_tensors(optimizer.shards).values())
+        return [*optimizer.engine.model.parameters(), *tables]
+
+    def clip(self: JointOptimizer, loss: torch.Tensor) -> Any:
+        if len(seen) + 1 in steps:
             if where == "backbone":
                 gradient = next(self.engine.model.parameters()).grad
                 assert gradient is not None
@@ -131,16 +136,16 @@ def poison(monkeypatch: pytest.MonkeyPatch, steps: set[int], where: str, value: 
                 target = state.gradient.rows_RW if where == "rows" else state.gradient.gates_RJ
                 assert target is not None
                 target[2, 1] = value
-        tensors: list[torch.Tensor] = [*self.engine.model.parameters()]
-        if self.shards is not None:
-            tensors += list(table_tensors(self.shards).values())
-        before = [tensor.detach().clone() for tensor in tensors]
-        result = original(self, number, loss)
-        same = all(torch.equal(old, new.detach()) for old, new in zip(before, tensors, strict=True))
-        seen.append((number, not same))
-        return result
+        before[:] = [tensor.detach().clone() for tensor in tensors_of(self)]
+        return clip_jointly(self, loss)
 
-    monkeypatch.setattr(JointOptimizer, "step", step)
+    def update_backbone(self: JointOptimizer, number: int, outcome: Any) -> None:
+        update_last(self, number, outcome)
+        same = all(torch.equal(old, new.detach()) for old, new in zip(before, tensors_of(self), strict=True))
+        seen.append((number, not same))
+
+    monkeypatch.setattr(JointOptimizer, "clip", clip)
+    monkeypatch.setattr(JointOptimizer, "update_backbone", update_backbone)
     return seen
 
 

@@ -67,7 +67,7 @@ REGISTRY: dict[str, str] = {
 
 TABLE_KEYS = ("learning_rate", "weight_decay", "optimizer", "placement", "window", "wire")
 """Keys of `memory` that every method with tables reads."""
-COMMON_KEYS = ("method", "compression", "plan_ahead")
+COMMON_KEYS = ("method", "compression", "plan_ahead", "overlap")
 """Keys of `memory` that may be set whatever the method."""
 TOKEN_EMBEDDINGS = "embedding"
 """Stands for a table's name: the embeddings of the distinct tokens of a micro-batch."""
