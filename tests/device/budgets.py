@@ -56,5 +56,12 @@ def unexpected(found: dict[str, Any], words: list[str]) -> list[str]:
 KERNELS: dict[str, int] = {"step_rows": 1, "caught_up": 1, "softmax": 2, "loss_gradient": 1}
 """Most Triton kernels. The second of `softmax` reads one logit a token."""
 
+BLOCK_KERNELS: dict[str, dict[str, int]] = {
+    "block": {"forward": 19, "backward": 30},
+    "block, v and h": {"forward": 23, "backward": 41},
+}
+"""Most launches of Triton kernels in a block: with the recipe's two tables at v, and with one more at h."""
+
 NO_FALLBACK = {"index_put_", "index_put", "scatter_add_", "index_add_", "embedding_dense_backward"}
-"""Operations that no compiled part may call: in deterministic mode they walk duplicates one after the other."""
+"""Operations that no compiled part may call: in deterministic mode they walk duplicates one after the other. Gradients of
+table rows are `_embedding_bag_forward_only`: sums over sorted positions."""
