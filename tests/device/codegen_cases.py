@@ -9,6 +9,7 @@ from unittest import mock
 import torch
 import torch.nn.functional as F
 from cuda_codegen import CudaCode, compile_for_cuda, compile_training, set_up_inductor
+from fake_device import flash_attention
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -111,16 +112,11 @@ def describe_scatter() -> dict[str, Any]:
 def describe_block(sites: str, deterministic: bool, defect: bool = False) -> dict[str, dict[str, Any]]:
     """What inductor makes of a block: {"forward": .., "backward": ..}. `defect`: rows are read by a plain lookup."""
     make_deterministic(deterministic)
-    flash = mock.patch.object(F, "scaled_dot_product_attention", _flash_attention)
+    flash = mock.patch.object(F, "scaled_dot_product_attention", flash_attention)
     plain = mock.patch.object(injection, "gather_rows", lambda values, slots: F.embedding(slots.rows, values))
     with plain if defect else nullcontext(), flash, FakeTensorMode(allow_non_fake_inputs=True):
         forward, backward = compile_training(*_block(sites))
     return {"forward": summarise(forward, build=False), "backward": summarise(backward, build=False)}
-
-
-def _flash_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: None, is_causal: bool, enable_gqa: bool) -> Tensor:
-    """What torch takes on an H100 without a mask; a build without CUDA takes matrix products."""
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
 def _block(sites: str) -> tuple[Callable[..., Tensor], list[Tensor]]:
