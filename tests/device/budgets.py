@@ -73,6 +73,15 @@ TRAFFIC_GB: dict[str, float] = {
     "update": 40.5,
 }
 
+COMPILED_TRAFFIC_GB: dict[str, float] = {
+    "block forward": 9.95,
+    "block backward": 16.2,
+    "softmax": 1.25,
+    "loss_gradient": 2.5,
+}
+"""Of one call of a compiled part, by inductor's count: a block of 8 x 8,192 tokens, half a chunk of logits (4,096 x
+151,936)."""
+
 # Inductor's code for the compiled parts of a step (codegen_cases.py), in deterministic mode.
 
 KERNELS: dict[str, int] = {"step_rows": 1, "caught_up": 1, "softmax": 2, "loss_gradient": 1}

@@ -70,7 +70,7 @@ def loss_gradient() -> tuple[Callable[..., Any], list[Tensor]]:
 
 def _logits() -> tuple[Tensor, Tensor]:
     model = load_recipe(RECIPE).model
-    tokens = model.loss_chunk
+    tokens = model.loss_chunk // 2  # inductor counts bytes of up to 1e9 elements
     return empty(tokens, model.vocabulary, dtype=torch.bfloat16), empty(tokens, dtype=torch.int64)
 
 
@@ -155,6 +155,15 @@ def summarise(code: CudaCode, *, build: bool) -> dict[str, Any]:
         "traffic": code.traffic,
         "built": code.build() if build else {},
     }
+
+
+def describe_step() -> dict[str, list[tuple[str, int]]]:
+    """Bytes that inductor's kernels read and write, by compiled part of a step of the recipe."""
+    set_up_inductor()
+    block = describe_block("v", deterministic=True)
+    found = {f"block {direction}": block[direction] for direction in block}
+    found |= {name: describe(name, deterministic=True) for name in ("softmax", "loss_gradient")}
+    return {name: one["traffic"] for name, one in found.items()}
 
 
 def describe_all() -> dict[str, Any]:

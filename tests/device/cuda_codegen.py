@@ -46,7 +46,7 @@ class CudaCode:
     text: str
     traffic: list[tuple[str, int]]
     """(operation, bytes) of each kernel, in order; "fused" for those that inductor writes itself. As its scheduler
-    counts: each buffer once, and of a gather the rows that are read."""
+    counts: each buffer once and whole, whatever a gather reads of it, and at most 1e9 elements."""
 
     @property
     def _sources(self) -> list[tuple[str, str]]:

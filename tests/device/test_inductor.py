@@ -9,10 +9,11 @@ import importlib.util
 from typing import Any
 
 import pytest
-from budgets import BLOCK_KERNELS, KERNELS, NO_FALLBACK
+from budgets import BLOCK_KERNELS, COMPILED_TRAFFIC_GB, KERNELS, NO_FALLBACK
 from codegen_cases import ROW_PASSES, describe_all
 from isolated import run_isolated
 from stub_cuda import reason_to_skip
+from traffic import fused_gb
 
 pytestmark = [
     pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip())),
@@ -66,3 +67,21 @@ def test_more_kernels_are_found(described: dict[str, Any]) -> None:
     """A block with one more table does not fit the budget of the recipe's."""
     for direction, most in BLOCK_KERNELS["block"].items():
         assert described["block, v and h"][direction]["launches"] > most
+
+
+def compiled_gb(described: dict[str, Any], block: str) -> dict[str, float]:
+    parts = {f"block {direction}": described[block][direction] for direction in ("forward", "backward")}
+    parts |= {name: described[name] for name in ("softmax", "loss_gradient")}
+    return {name: fused_gb(part["traffic"]) for name, part in parts.items()}
+
+
+def test_compiled_parts_move_no_more_bytes_than_budgeted(described: dict[str, Any]) -> None:
+    found = compiled_gb(described, "block")
+    assert {name: size for name, size in found.items() if size > COMPILED_TRAFFIC_GB[name]} == {}
+    assert set(found) == set(COMPILED_TRAFFIC_GB)
+
+
+def test_more_bytes_in_a_compiled_block_are_found(described: dict[str, Any]) -> None:
+    found = compiled_gb(described, "block, v and h")
+    for name in ("block forward", "block backward"):
+        assert found[name] > COMPILED_TRAFFIC_GB[name]

@@ -5,11 +5,12 @@
 prints the table for a step of rank 0 on fake tensors: by default the 0.73B recipe on 16 ranks with one micro-batch.
 Each operation counts what it reads and writes, alone; views and allocations count nothing, gathers the rows they read.
 Matrix products and attention are bound by arithmetic and are counted apart. What torch.compile fuses is counted by
-inductor instead (test_inductor.py): `train.compile` is off here.
+inductor instead, for the same recipe (test_inductor.py), in a second table; there `train.compile` is on.
 
 An operation of the backward pass belongs where its forward operation was called.
 """
 
+import importlib.util
 import sys
 from collections import Counter
 from typing import Any
@@ -167,6 +168,27 @@ def main() -> None:
         for place_ in sorted(places, key=lambda one: -found["by_place"].get(one, 0)):
             size, product = (found[kind].get(place_, 0) / 1e9 for kind in ("by_place", "products"))
             print(f"{'':12}{place_[1]:42}{size:9.1f}{product:10.1f}")
+    if not words and importlib.util.find_spec("triton") is not None:
+        print_compiled()
+
+
+def fused_gb(traffic: list[tuple[str, int]]) -> float:
+    """Of the kernels that inductor wrote: without matrix products, attention and segment sums."""
+    return sum(size for operation, size in traffic if operation == "fused") / 1e9
+
+
+def print_compiled() -> None:
+    """Calls in a step of the default recipe: ten blocks, which activation checkpointing runs forward twice; half
+    chunks of 4,096 logits."""
+    from budgets import COMPILED_TRAFFIC_GB
+    from codegen_cases import describe_step
+    from isolated import run_isolated
+
+    calls = {"block forward": 20, "block backward": 10, "softmax": 16, "loss_gradient": 16}
+    print(f"\nwith train.compile=true, by inductor's count\n{'part':24}{'GB a call':>12}{'calls':>7}{'GB':>9}{'budget':>9}")
+    for name, traffic in run_isolated(describe_step).items():
+        size = fused_gb(traffic)
+        print(f"{name:24}{size:12.2f}{calls[name]:7}{size * calls[name]:9.1f}{COMPILED_TRAFFIC_GB[name]:9.2f}")
 
 
 DEFAULT = ["0.73b/xgram-1x-50.yaml", "16"]
