@@ -14,6 +14,13 @@ FINITE: tuple[Place, str] = (("optim/clip.py", "clip_by_joint_norm"), "reads num
 
 WAITS: dict[tuple[Place, str], int] = {FINITE: 1}
 
+LOGGED_WAITS: dict[tuple[Place, str], int] = {
+    FINITE: 1,
+    (("parallel/device.py", "synchronize"), "synchronize"): 1,
+    (("train/trainer.py", "_report_step"), "reads numbers"): 3,
+}
+"""Of a step with a status line, every `train.log_every` steps: loss, cross-entropy and gradient norm are read."""
+
 _DEEPSPEED_EPILOGUE = ("deepspeed/runtime/zero/stage3.py", "independent_gradient_partition_epilogue")
 ENGINE_WAITS: dict[str, dict[tuple[Place, str], str]] = {
     "zero_stage=2": {
@@ -34,14 +41,15 @@ HOST_PLACEMENT_COPIES: dict[tuple[Place, str], str] = {
 """With `memory.placement=host`."""
 
 
-def unexpected(found: dict[str, Any], words: list[str]) -> list[str]:
+def unexpected(found: dict[str, Any], words: list[str], waits: dict[tuple[Place, str], int] | None = None) -> list[str]:
     """One line for each deviation of a step from this file. `found`: of `Ledger.of`. `words`: the recipe's overrides,
-    which say what is allowed."""
+    which say what is allowed. `waits`: those of the step, if not `WAITS`."""
+    expected = WAITS if waits is None else waits
     lines = [f"fault: {what} at {where}" for where, what in found["faults"]]
     tolerated = {key for name, waits in ENGINE_WAITS.items() if any(name in word for word in words) for key in waits}
     counted = {key: count for key, count in found["waits"].items() if key not in tolerated}
-    for key in sorted({*counted, *WAITS}):
-        count, allowed = counted.get(key, 0), WAITS.get(key, 0)
+    for key in sorted({*counted, *expected}):
+        count, allowed = counted.get(key, 0), expected.get(key, 0)
         if count != allowed:
             lines.append(f"host wait: {key[1]} at {key[0]}, {count} a step, {allowed} allowed")
     copies = HOST_PLACEMENT_COPIES if "memory.placement=host" in words else {}
@@ -51,13 +59,41 @@ def unexpected(found: dict[str, Any], words: list[str]) -> list[str]:
     return lines
 
 
+# Bytes of device memory of a step, by part (traffic.py): 0.73B with 1x-50 tables on 16 ranks, one micro-batch of
+# 8 x 8,192 tokens a rank, nothing compiled. GB, without matrix products and attention.
+
+TRAFFIC_GB: dict[str, float] = {
+    "head": 383.0,
+    "blocks": 1195.0,
+    "extraction": 1012.0,
+    "scatter": 11.6,
+    "exchange": 20.8,
+    "update": 40.5,
+}
+
+COMPILED_TRAFFIC_GB: dict[str, float] = {
+    "block forward": 9.95,
+    "block backward": 16.2,
+    "softmax": 1.25,
+    "loss_gradient": 2.5,
+}
+"""Of one call of a compiled part, by inductor's count: a block of 8 x 8,192 tokens, half a chunk of logits (4,096 x
+151,936)."""
+
 # Inductor's code for the compiled parts of a step (codegen_cases.py), in deterministic mode.
 
 KERNELS: dict[str, int] = {"step_rows": 1, "caught_up": 1, "softmax": 2, "loss_gradient": 1}
 """Most Triton kernels. The second of `softmax` reads one logit a token."""
 
+BLOCK_KERNELS: dict[str, dict[str, int]] = {
+    "block": {"forward": 19, "backward": 30},
+    "block, v and h": {"forward": 23, "backward": 41},
+}
+"""Most launches of Triton kernels in a block: with the recipe's two tables at v, and with one more at h."""
+
 NO_FALLBACK = {"index_put_", "index_put", "scatter_add_", "index_add_", "embedding_dense_backward"}
-"""Operations that no compiled part may call: in deterministic mode they walk duplicates one after the other."""
+"""Operations that no compiled part may call: in deterministic mode they walk duplicates one after the other. Gradients of
+table rows are `_embedding_bag_forward_only`: sums over sorted positions."""
 
 
 # Planning, on the host.

@@ -15,9 +15,11 @@ import torch
 import torch.distributed as dist
 from stub_cuda import Ledger
 from torch import Tensor
+from torch.nn import functional as F
 from torch._subclasses import FakeTensor, FakeTensorMode
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from traffic import TrafficCounter
 
 aten = torch.ops.aten
 FAKE_DISTINCT = 7
@@ -35,12 +37,16 @@ def pinned(tensor: Tensor) -> bool:
 class Watcher(TorchDispatchMode):
     """Notes what would make the host wait, and answers what a fake tensor cannot."""
 
-    def __init__(self, ledger: Ledger, groups: "FakeProcessGroups"):
+    def __init__(self, ledger: Ledger, groups: "FakeProcessGroups", traffic: TrafficCounter):
         super().__init__()
-        self.ledger, self.groups = ledger, groups
+        self.ledger, self.groups, self.traffic = ledger, groups, traffic
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
+        out = self._run(func, args, kwargs or {})
+        self.traffic.note(func, args, kwargs or {}, out)
+        return out
+
+    def _run(self, func: Any, args: Any, kwargs: Any) -> Any:
         if func is aten._local_scalar_dense.default:
             return self._scalar(args[0])
         for argument in args:  # a fake tensor made from a number remembers it, which in-place operations would break
@@ -108,9 +114,9 @@ VALUE_DEPENDENT = {
 class Factories(TorchFunctionMode):
     """Calls that reach no operation on a fake tensor."""
 
-    def __init__(self, ledger: Ledger):
+    def __init__(self, ledger: Ledger, traffic: TrafficCounter):
         super().__init__()
-        self.ledger = ledger
+        self.ledger, self.traffic = ledger, traffic
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -121,7 +127,9 @@ class Factories(TorchFunctionMode):
             self.ledger.wait(f"torch.{func.__name__}(..., device): a blocking copy")
             host = func(*args, **{key: value for key, value in kwargs.items() if key != "device"})
             return torch.empty(host.shape, dtype=host.dtype, device=device)
-        return func(*args, **kwargs)
+        out = func(*args, **kwargs)
+        self.traffic.mark(out)
+        return out
 
 
 def _nested(tensor: Tensor, shape: tuple[int, ...]) -> Any:
@@ -131,7 +139,7 @@ def _nested(tensor: Tensor, shape: tuple[int, ...]) -> Any:
 class FakeDevice:
     def __init__(self, ledger: Ledger, num_ranks: int):
         """The process becomes rank 0 of `num_ranks`."""
-        self.ledger = ledger
+        self.ledger, self.traffic = ledger, TrafficCounter()
         self.mode = FakeTensorMode(allow_non_fake_inputs=True)
         self._groups = FakeProcessGroups(num_ranks)
         self._patch_torch()
@@ -142,7 +150,8 @@ class FakeDevice:
         if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None:
             yield
             return
-        with self.mode, Watcher(self.ledger, self._groups), Factories(self.ledger):
+        watcher, factories = Watcher(self.ledger, self._groups, self.traffic), Factories(self.ledger, self.traffic)
+        with self.mode, watcher, factories:
             yield
 
     def host_tensor(self, tensor: Tensor) -> Tensor:
@@ -154,6 +163,7 @@ class FakeDevice:
     def _patch_torch(self) -> None:
         """Methods that fake tensors do not have: pinning, moving a module, a real tensor's way to the device."""
         torch.nn.Module._apply = apply_by_replacing  # type: ignore[method-assign]
+        F.scaled_dot_product_attention = flash_attention  # type: ignore[assignment]
         move = torch.Tensor.to
 
         def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
@@ -175,6 +185,11 @@ class FakeDevice:
         FakeTensor.tolist = tolist
         torch.Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
         torch.Tensor.to = to  # type: ignore[method-assign]
+
+
+def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: None, is_causal: bool, enable_gqa: bool) -> Tensor:
+    """What torch takes on an H100 for bf16 without a mask; a build without CUDA takes matrix products."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
 
 
 def apply_by_replacing(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:

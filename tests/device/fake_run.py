@@ -2,6 +2,8 @@
 
 import contextlib
 import inspect
+import io
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -22,15 +24,22 @@ from xgram_dist.config import Config
 from xgram_dist.engine import build_engine
 from xgram_dist.engine.deepspeed_internals import import_deepspeed
 from xgram_dist.engine.replicated import ReplicatedEngine
+from xgram_dist.model import gather, injection, layers
 from xgram_dist.model.build import build_lookup, build_model
+from xgram_dist.model.loss import EagerPasses
 from xgram_dist.model.methods.base import load_recipe
 from xgram_dist.parallel.device import make_deterministic
-from xgram_dist.parallel.mesh import Mesh, build_mesh
+from xgram_dist.parallel.mesh import Mesh, build_mesh, new_host_group
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import ShardedTables
 from xgram_dist.tables.ngrams import Folding
 from xgram_dist.tables.optimizers.catchup_math import fit
-from xgram_dist.train.step import JointOptimizer, train_step
+from xgram_dist.train.checkpointing import RunCheckpoints, TrainState
+from xgram_dist.train.prefetch import StepPrefetcher
+from xgram_dist.train.profiling import ProfilerTrace, Throughput, Utilization
+from xgram_dist.train.signals import StopRequest
+from xgram_dist.train.step import JointOptimizer, StepResult
+from xgram_dist.train.trainer import Trainer
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 FULL_SIZE_LAYERS = 10
@@ -74,14 +83,13 @@ class FakeRun:
             model = build_model(config, DEVICE, None, self.mesh.tensor)
             engine = build_engine(config, model, self.mesh, DEVICE)
             self.lookup = build_lookup(config, routing, DEVICE, self.mesh, keys)
-            self.optimizer = JointOptimizer(config, engine, self.lookup, self.mesh)
+            optimizer = JointOptimizer(config, engine, self.lookup, self.mesh)
         data = self.mesh.data.size
         tokens = [draw_tokens(config, data, rank) for rank in range(data)]
-        self.tokens = tokens[0]
         if isinstance(self.lookup, ShardedTables):
             received = simulate_plan(planners.build, tokens) if data > 1 else []
             self.lookup.planner.group = ReplayedGroup(0, data, received)
-        self._step = 0
+        self.trainer = FakeTrainer(config, self.mesh, optimizer, self.lookup, SameBatch(tokens[0]))
 
     def _mesh(self, size: int) -> Mesh:
         host = ProcessGroup(0, size, dist.new_group(backend="gloo"))
@@ -89,14 +97,44 @@ class FakeRun:
         world.phases.device = DEVICE
         return build_mesh(self.config, world)
 
-    def step(self) -> None:
-        self._step += 1
-        self.ledger.phase = "plan"
-        windows = self.lookup.plan(self.tokens).result()
-        self.ledger.phase = "step"
-        with self.device.entered():
-            tokens = self.device.host_tensor(self.tokens)
-            train_step(self.config, self.lookup, self.optimizer, tokens, windows, self._step)
+    def step(self, *, logged: bool = False) -> None:
+        """One pass of the trainer's loop, noted in the ledger as "step", or, with a status line, as "logged"."""
+        every = self.config.train.log_every
+        step = self.trainer.state.step + 1
+        step += (every - step) % every if logged else step % every in (0, 1)
+        self.ledger.phase = "logged" if logged else "step"
+        with self.device.entered(), contextlib.redirect_stdout(io.StringIO()):
+            assert not self.trainer._run_step(step, StopRequest())
+
+
+class SameBatch:
+    """A loader whose batches are all the same."""
+
+    def __init__(self, tokens: torch.Tensor):
+        self.tokens, self.position = tokens, 0
+
+    def __next__(self) -> "SameBatch":
+        return self
+
+
+class FakeTrainer(Trainer):
+    """The trainer's loop without what it reads and writes: data, run folder, metrics."""
+
+    def __init__(self, config: Config, mesh: Mesh, optimizer: JointOptimizer, lookup: Any, loader: Any):
+        self.config, self.mesh, self.ranks, self.device = config, mesh, mesh.world, DEVICE
+        self.agreement = new_host_group(mesh.world)
+        self.engine, self.lookup, self.optimizer = optimizer.engine, lookup, optimizer
+        folder = Path(tempfile.mkdtemp())
+        unused: Any = None
+        self.checkpoints = RunCheckpoints(
+            config, folder, mesh, optimizer, unused, unused, None, None, None, say=lambda _: None
+        )
+        self.state, self.start, self.metrics, self.callbacks = TrainState(), 0, None, []
+        self.throughput = Throughput(config.train.steps)
+        self.utilization = Utilization(config, mesh.world.size, DEVICE)
+        self.trace = ProfilerTrace(0, 0, "")
+        # Not ahead: planning is part of the step, so that the ledger has it too.
+        self.batches = StepPrefetcher(loader, lookup, steps=config.train.steps, ahead=False)
 
 
 def _patch_engines(config: Config) -> None:
@@ -116,8 +154,8 @@ def _patch_engines(config: Config) -> None:
         stage3.assert_ints_same_as_other_ranks = lambda ints: None
 
 
-def run_fake(recipe: str, size: int, overrides: list[str]) -> dict[str, Any]:
-    """What the ledger has of a step."""
+def run_fake(recipe: str, size: int, overrides: list[str]) -> dict[str, dict[str, Any]]:
+    """What the ledger has of a step, and, of small models, of a step with a status line."""
     ledger = Ledger()
     config = load_recipe(RECIPES / recipe, ["train.compile=false", *overrides])
     run = FakeRun(config, size, ledger)
@@ -125,7 +163,35 @@ def run_fake(recipe: str, size: int, overrides: list[str]) -> dict[str, Any]:
     if config.model.layers < FULL_SIZE_LAYERS:  # libraries may do more in their first step
         ledger.clear()
         run.step()
-    return ledger.of("step")
+        run.step(logged=True)
+    return {phase: ledger.of(phase) for phase in ("step", "logged")}
+
+
+def run_traffic(recipe: str, size: int, overrides: list[str], mutated: bool = False) -> dict[str, Any]:
+    """Bytes by part and file of a step, and its ledger. `mutated`: also of a step that copies something in each
+    part."""
+    ledger = Ledger()
+    run = FakeRun(load_recipe(RECIPES / recipe, ["train.compile=false", *overrides]), size, ledger)
+    traffic = run.device.traffic
+    fetch = run.lookup.fetch
+
+    def fetch_and_register(*args: Any, **kwargs: Any) -> Any:
+        working = fetch(*args, **kwargs)
+        traffic.working_set |= {id(leaf) for leaf in working.values.values()}
+        return working
+
+    run.lookup.fetch = fetch_and_register  # type: ignore[method-assign]
+    traffic.enabled = True
+    run.step()
+    found = {"by_place": dict(traffic.by_place), "products": dict(traffic.products), "ledger": ledger.of("step")}
+    if mutated:
+        traffic.clear()
+        with contextlib.ExitStack() as stack:
+            for patch in one_more_copy():
+                stack.enter_context(patch)
+            run.step()
+        found["mutated"] = dict(traffic.by_place)
+    return found
 
 
 # Defects, to show that the checks find them
@@ -142,6 +208,23 @@ def _read_loss() -> Any:
 
     reading.__code__ = reading.__code__.replace(co_filename=inspect.getfile(ReplicatedEngine), co_name="loss")
     return mock.patch.object(ReplicatedEngine, "loss", reading)
+
+
+def _read_loss_in_loop() -> Any:
+    check = Trainer._check_skipped
+
+    def reading(trainer: Trainer, step: int, result: StepResult) -> None:
+        float(result.loss)
+        check(trainer, step, result)
+
+    return mock.patch.object(Trainer, "_check_skipped", reading)
+
+
+def _agree_on_device(self: ProcessGroup, first: int, second: int) -> tuple[int, int]:
+    total = torch.full((2,), first + second, device=DEVICE)
+    dist.all_reduce(total)
+    stop, save = total.tolist()
+    return stop, save
 
 
 def _number_on_device(*_: Any) -> float:
@@ -163,6 +246,8 @@ MUTATIONS: dict[str, Callable[[], Any]] = {
     "host tensor to NCCL": lambda: mock.patch.object(
         ProcessGroup, "all_reduce_sum", lambda self, tensor: dist.all_reduce(tensor, group=dist.group.WORLD) or tensor
     ),
+    "the loop reads the loss": _read_loss_in_loop,
+    "ranks agree on the device": lambda: mock.patch.object(ProcessGroup, "all_reduce_integers", _agree_on_device),
     "gaps": lambda: mock.patch.object(ProcessGroup, "all_reduce_sum", _sent_with_gaps),
 }
 
@@ -172,10 +257,33 @@ def run_mutated(recipe: str, size: int, overrides: list[str]) -> dict[str, dict[
     ledger = Ledger()
     run = FakeRun(load_recipe(RECIPES / recipe, ["train.compile=false", *overrides]), size, ledger)
     run.step()
-    found = {}
+    found: dict[str, dict[str, Any]] = {}
     for name, mutate in {"none": contextlib.nullcontext, **MUTATIONS}.items():
         ledger.clear()
         with mutate():
             run.step()
         found[name] = ledger.of("step")
     return found
+
+
+def one_more_copy() -> list[Any]:
+    """A defect in each part of a step: something is copied once more."""
+
+    def copying(owner: Any, name: str) -> Any:
+        function = getattr(owner, name)
+        return mock.patch.object(owner, name, lambda *args: function(*args).clone())
+
+    update = JointOptimizer.step
+
+    def copying_update(self: JointOptimizer, *args: Any) -> Any:
+        _ = [parameter.detach().clone() for parameter in self.engine.model.parameters()]
+        return update(self, *args)
+
+    return [
+        copying(EagerPasses, "gradient"),
+        copying(layers, "at_least_fp32"),
+        copying(injection, "shifted"),
+        copying(gather, "_segment_sum"),
+        copying(ShardedTables, "_to_wire"),
+        mock.patch.object(JointOptimizer, "step", copying_update),
+    ]

@@ -66,13 +66,16 @@ Place = tuple[str, str]
 """(file, function) of the innermost frame in this package or in DeepSpeed; a line number would change too often."""
 
 
-def place() -> Place:
+def place(skip: str = " ") -> Place:
+    """`skip`: the start of paths in this package to pass over."""
     frame: Any = sys._getframe(1)
     while frame is not None:
         name = frame.f_code.co_filename
         for package in ("xgram_dist", "deepspeed"):
             if f"/{package}/" in name:
                 path = name.rpartition(f"/{package}/")[2]
+                if path.startswith(skip):
+                    continue
                 return (path if package == "xgram_dist" else f"{package}/{path}"), frame.f_code.co_name
         frame = frame.f_back
     return "autograd", "backward"

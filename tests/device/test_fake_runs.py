@@ -4,20 +4,20 @@ If one of these fails, the product waits for the device where it need not, or gi
 refuses. Numbers and allowed waits are in budgets.py.
 """
 
+from typing import Any
 from unittest import mock
 
 import pytest
-from budgets import unexpected
-from fake_run import run_fake, run_mutated
+from budgets import LOGGED_WAITS, TRAFFIC_GB, unexpected
+from fake_run import run_fake, run_mutated, run_traffic
 from isolated import run_isolated
 from stub_cuda import reason_to_skip
+from traffic import by_part, over_budget
 
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
 
-FULL_SIZE = {
-    "0.73B on 16 ranks": ("0.73b/xgram-1x-50.yaml", 16, ["train.global_batch=128"]),
-    "1.15B with 4x tables on 32 ranks": ("1.15b/xgram-4x-50.yaml", 32, ["train.global_batch=256"]),
-}
+SMALLER = ("0.73b/xgram-1x-50.yaml", 16, ["train.global_batch=128"])
+LARGER = ("1.15b/xgram-4x-50.yaml", 32, ["train.global_batch=256"])
 """The paper's recipes with one micro-batch of each rank a step."""
 
 SMALL = ["model.layers=2", "model.vocabulary=20000", "model.sequence_length=256"]
@@ -52,16 +52,37 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", FULL_SIZE)
-def test_a_full_size_step_waits_for_the_device_once(name: str) -> None:
-    recipe, ranks, words = FULL_SIZE[name]
-    assert unexpected(run_isolated(run_fake, recipe, ranks, words), words) == []
+@pytest.fixture(scope="module")
+def full_size() -> dict[str, Any]:
+    """A step of the 0.73B model on 16 ranks, and one with a defect in each part."""
+    return run_isolated(run_traffic, *SMALLER, True)
+
+
+def test_a_step_of_the_smaller_model_waits_for_the_device_once(full_size: dict[str, Any]) -> None:
+    assert unexpected(full_size["ledger"], []) == []
+
+
+def test_a_step_of_the_larger_model_waits_for_the_device_once() -> None:
+    assert unexpected(run_isolated(run_fake, *LARGER)["step"], []) == []
+
+
+def test_each_part_of_a_step_moves_no_more_bytes_than_budgeted(full_size: dict[str, Any]) -> None:
+    assert over_budget(full_size["by_place"], TRAFFIC_GB) == []
+    assert sorted(by_part(full_size["by_place"])) == sorted(TRAFFIC_GB)
+
+
+def test_one_more_copy_in_any_part_of_a_step_is_found(full_size: dict[str, Any]) -> None:
+    found = over_budget(full_size["mutated"], TRAFFIC_GB)
+    assert sorted(line.split(":")[0] for line in found) == sorted(TRAFFIC_GB)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_every_engine_and_placement_waits_only_where_allowed(name: str) -> None:
+    """In the trainer's loop: batch, step, agreement of the ranks; every so many steps a status line."""
     recipe, ranks, words = VARIANTS[name]
-    assert unexpected(run_isolated(run_fake, recipe, ranks, [*SMALL, *words]), words) == []
+    found = run_isolated(run_fake, recipe, ranks, [*SMALL, *words])
+    assert unexpected(found["step"], words) == []
+    assert unexpected(found["logged"], words, LOGGED_WAITS) == []
 
 
 MUTATED = ["parallel.engine=replicated", "parallel.tensor=2", "memory.placement=host"]
@@ -79,9 +100,14 @@ def test_defects_are_found() -> None:
         "pageable copy": mock.ANY,
         "blocking copy": mock.ANY,
         "host tensor to NCCL": mock.ANY,
+        "the loop reads the loss": mock.ANY,
+        "ranks agree on the device": mock.ANY,
         "gaps": mock.ANY,
     }
     assert "host wait: reads numbers at ('engine/replicated.py', 'loss')" in reported["the host reads a loss"]
+    loop = "host wait: reads numbers at ('train/trainer.py', '_run_step')"
+    assert loop in reported["the loop reads the loss"]
+    assert "host wait: reads numbers at ('train/trainer.py', '_agree')" in reported["ranks agree on the device"]
     assert "torch.tensor(..., device): a blocking copy" in reported["torch.tensor on the device"]
     assert "copy: to device, async, pageable" in reported["pageable copy"]
     assert "copy: to device, blocking, pinned" in reported["blocking copy"]

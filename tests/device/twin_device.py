@@ -5,10 +5,12 @@
 
 As on a GPU, an operation on tensors of both devices is refused, and host memory is reached by copies alone. A
 collective that was started and not waited for has not happened: its buffer holds NaN, and what it sends is read when it
-is waited for. So a read before the wait, or a send buffer that is overwritten too early, changes the loss.
+is waited for. So a read before the wait, or a send buffer that is overwritten too early, changes the loss. Memory that
+FSDP frees holds NaN.
 """
 
 import contextlib
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from fake_device import apply_by_replacing
 from stub_cuda import Ledger, stub_torch_cuda
 from torch import Tensor
+from torch.distributed.fsdp._fully_shard import _fsdp_param as fsdp_param
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode, return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
@@ -42,6 +45,16 @@ class TwinTensor(Tensor):
 
     def data_ptr(self) -> int:
         return self.host.data_ptr()
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        return self.detach()
+
+    @data.setter
+    def data(self, other: Tensor) -> None:
+        """As DeepSpeed makes parameters views of its flat arrays."""
+        Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
+        self.host = other.host if isinstance(other, TwinTensor) else other
 
     def tolist(self) -> Any:
         self.twin.ledger.wait("reads numbers")
@@ -100,6 +113,7 @@ class TwinDevice:
         self._pending: dict[int, Tensor] = {}
         stub_torch_cuda(ledger)
         self._patch_torch()
+        self._patch_fsdp()
         self._patch_collectives()
 
     @contextlib.contextmanager
@@ -181,8 +195,29 @@ class TwinDevice:
         Tensor.pin_memory = pin_memory  # type: ignore[method-assign]
         Tensor.to = to  # type: ignore[method-assign]
 
+    def _patch_fsdp(self) -> None:
+        """What it does with the memory of tensors, which a twin does not have."""
+
+        def free_storage(tensor: Tensor) -> None:
+            if tensor.is_floating_point():
+                host_of(tensor).detach().fill_(float("nan"))
+
+        reset = fsdp_param.FSDPParam.reset_sharded_param
+
+        def reset_sharded_param(parameter: Any) -> None:
+            # It knows unchanged parameters by the address of their memory, and would copy twins.
+            if not isinstance(parameter._sharded_param_data, TwinTensor):
+                reset(parameter)
+
+        fsdp_param.free_storage = free_storage  # type: ignore[assignment]
+        fsdp_param.alloc_storage = lambda tensor: None  # type: ignore[assignment]
+        fsdp_param.FSDPParam.reset_sharded_param = reset_sharded_param  # type: ignore[method-assign]
+
     def _patch_collectives(self) -> None:
-        new_group, get_backend = dist.new_group, dist.get_backend
+        new_group, get_backend, init = dist.new_group, dist.get_backend, dist.init_process_group
+
+        def init_process_group(backend: Any = None, device_id: Any = None, **kwargs: Any) -> None:
+            init("gloo" if self._on else backend, **kwargs)  # an engine on one rank makes its own world
 
         def new_named_group(*args: Any, backend: Any = None, **kwargs: Any) -> Any:
             group = new_group(*args, backend=backend, **kwargs)
@@ -190,41 +225,64 @@ class TwinDevice:
                 self._gloo.add(group.group_name)
             return group
 
-        dist.new_group = new_named_group
+        dist.new_group, dist.init_process_group = new_named_group, init_process_group
         dist.get_backend = lambda group=None: self._backend(group) if self._on else get_backend(group)
-        for name, fills in {"all_reduce": 0, "all_to_all_single": 0, "all_gather": 0}.items():
-            setattr(dist, name, self._collective(name, getattr(dist, name), fills))
+        for name in COLLECTIVES:
+            setattr(dist, name, self._collective(name, getattr(dist, name)))
 
     def _backend(self, group: Any) -> str:
         return "gloo" if (group or dist.group.WORLD).group_name in self._gloo else "nccl"
 
-    def _collective(self, name: str, function: Any, fills: int) -> Any:
-        def call(*args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    def _collective(self, name: str, function: Any) -> Any:
+        signature = inspect.signature(function)
+        filled = next(iter(signature.parameters))
+
+        def call(*positional: Any, **named: Any) -> Any:
             if not self._on:
-                return function(*args, async_op=async_op, **kwargs)
-            tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
-            self.ledger.collective(self._backend(kwargs.get("group")), name, tensors)
-            host_args = tree_map(host_of, args)
-            if not async_op:
-                return function(*host_args, **kwargs)
-            if self._backend(kwargs.get("group")) == "gloo":
-                return function(*host_args, async_op=True, **kwargs)
-            return StartedWork(lambda: function(*host_args, **kwargs), host_args[fills])
+                return function(*positional, **named)
+            arguments = signature.bind(*positional, **named).arguments
+            backend = self._backend(arguments.get("group"))
+            tensors = [leaf for leaf in tree_leaves(list(arguments.values())) if isinstance(leaf, Tensor)]
+            self.ledger.collective(backend, name, tensors)
+            arguments = {key: tree_map(host_of, value) for key, value in arguments.items()}
+            if backend == "gloo" or not arguments.pop("async_op", False):
+                return function(**arguments)
+            for key, value in arguments.items():  # an all-gather may send a part of what it fills
+                if key != filled and isinstance(value, Tensor) and _share_memory(value, arguments[filled]):
+                    arguments[key] = value.clone()
+            return StartedWork(lambda: function(**arguments), arguments[filled])
 
         return call
+
+
+def _share_memory(tensor: Tensor, others: Any) -> bool:
+    address = tensor.untyped_storage().data_ptr()
+    return any(other.untyped_storage().data_ptr() == address for other in tree_leaves(others))
 
 
 class StartedWork:
     """A collective on a stream of its own, seen at its latest: it happens when it is waited for."""
 
-    def __init__(self, complete: Any, buffer: Tensor):
+    def __init__(self, complete: Any, buffers: Any):
         self._complete = complete
-        if buffer.is_floating_point():
-            buffer.fill_(float("nan"))
+        for buffer in tree_leaves(buffers):
+            if buffer.is_floating_point():
+                buffer.fill_(float("nan"))
 
     def wait(self) -> None:
         self._complete()
 
+
+COLLECTIVES = (
+    "all_reduce",
+    "all_to_all_single",
+    "all_gather",
+    "all_gather_into_tensor",
+    "reduce_scatter_tensor",
+    "broadcast",
+    "reduce",
+)
+"""The first argument is what they fill."""
 
 SIZED_BY_VALUES = (
     aten.nonzero.default,

@@ -2,7 +2,7 @@
 
 import contextlib
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 from unittest import mock
 
@@ -12,10 +12,11 @@ import torch
 import torch.distributed as dist
 from stub_cuda import Ledger
 from torch import Tensor
-from twin_device import TwinDevice, host_of
+from twin_device import StartedWork, TwinDevice, host_of
 
+import xgram_dist.engine.fsdp2 as fsdp2
 from xgram_dist.config import Config
-from xgram_dist.engine import build_engine
+from xgram_dist.engine import Chunk, build_engine
 from xgram_dist.model.build import build_lookup
 from xgram_dist.parallel.mesh import build_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
@@ -23,6 +24,8 @@ from xgram_dist.tables.exchange import shards_of
 from xgram_dist.train.step import JointOptimizer, StepResult, train_step
 
 STEPS = 5
+State = dict[tuple[str, str], list[Chunk]]
+"""Chunks of tensors by name and kind: of what a rank holds."""
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
 
 
@@ -33,15 +36,27 @@ class Case:
     memory: dict[str, Any] = field(default_factory=dict)
     method: str = "xgram"
     tensor: int = 1
+    engine: dict[str, Any] = field(default_factory=lambda: {"engine": "replicated"})
+    """Keys of `parallel`."""
+    precision: str = "fp32"
     defect: str | None = None
+
+    def reference(self) -> "Case":
+        """To be trained on the CPU: the same with the simplest engine."""
+        return replace(self, engine={"engine": "replicated"})
 
     def config(self, ranks: int) -> Config:
         data = ranks // self.tensor
         sections: dict[str, Any] = {
             "model": {"layers": 2},
-            "train": {"micro_batch": 2, "global_batch": 4 * data, "activation_checkpointing": True},
+            "train": {
+                "micro_batch": 2,
+                "global_batch": 4 * data,
+                "activation_checkpointing": True,
+                "precision": self.precision,
+            },
             "optimizer": {"clip_norm": 0.3},
-            "parallel": {"engine": "replicated", "tensor": self.tensor},
+            "parallel": {**self.engine, "tensor": self.tensor},
         }
         if self.method == "xgram":
             return tiny.config(memory=self.memory, **sections)
@@ -59,6 +74,7 @@ class Run:
         keys = methods.grams(self.config) if case.method == "scone" else None
         routing = tiny.routing(self.config) if case.method == "xgram" else None
         self.lookup = build_lookup(self.config, routing, device, self.mesh, keys)
+        self.shards = shards_of(self.lookup) or ()
         self.optimizer = JointOptimizer(self.config, self.engine, self.lookup, self.mesh)
         self.count = 0
 
@@ -69,26 +85,27 @@ class Run:
         windows = self.lookup.plan(tokens).result()
         return train_step(self.config, self.lookup, self.optimizer, tokens, windows, self.count)
 
-    def state(self) -> Tensor:
-        """All rows and weights."""
-        rows = [shard.rows for shard in shards_of(self.lookup) or ()]
-        weights = [parameter.detach() for parameter in self.model.parameters()]
-        return torch.cat([host_of(tensor).flatten().cpu() for tensor in (*rows, *weights)])
+    def state(self) -> State:
+        """All rows, and what this rank holds of the weights."""
+        state = {("rows", str(number)): [Chunk((0, 0), shard.rows)] for number, shard in enumerate(self.shards)}
+        for shard in self.engine.parameter_shards():
+            state[shard.name, shard.kind] = shard.chunks
+        return {name: [Chunk(at, host_of(part).detach().cpu()) for at, part in parts] for name, parts in state.items()}
 
     def close(self) -> None:
         self.lookup.close()
         self.engine.close()
 
 
-def train(case: Case, device: torch.device, world: ProcessGroup) -> dict[str, Tensor]:
+def train(case: Case, device: torch.device, world: ProcessGroup) -> State:
     """Losses, gradient norms and the final state of some steps."""
     run = Run(case, device, world)
     results = [run.step() for _ in range(STEPS)]
     losses = torch.stack([host_of(result.loss).cpu() for result in results])
     norms = torch.stack([host_of(result.gradient_norm).cpu() for result in results])
-    state = run.state()
+    state = {name: [Chunk(at, part.clone()) for at, part in parts] for name, parts in run.state().items()}
     run.close()
-    return {"losses": losses, "norms": norms, "state": state}
+    return {("losses", ""): [Chunk((0,), losses)], ("norms", ""): [Chunk((0,), norms)], **state}
 
 
 def run_twins(rank: int, size: int, port: int, cases: list[Case]) -> list[dict[str, Any]]:
@@ -102,7 +119,7 @@ def run_twins(rank: int, size: int, port: int, cases: list[Case]) -> list[dict[s
         world = ProcessGroup(rank, size, dist.group.WORLD, ProcessGroup(rank, size, dist.new_group(backend="gloo")))
     found = []
     for case in cases:
-        expected = train(case, CPU, world)
+        expected = train(case.reference(), CPU, world)
         ledger.clear()
         with DEFECTS[case.defect](), twin.entered():
             values = train(case, DEVICE, world)
@@ -110,12 +127,15 @@ def run_twins(rank: int, size: int, port: int, cases: list[Case]) -> list[dict[s
     return found
 
 
-def largest_difference(values: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Relative to the largest element; infinite where there is a NaN."""
+def largest_difference(values: State, expected: State) -> float:
+    """Relative to the largest element of a tensor; infinite where there is a NaN. `expected` has whole tensors."""
+    assert set(values) == set(expected)
     worst = 0.0
-    for name, tensor in expected.items():
-        gap = (values[name].double() - tensor.double()).abs().max() / tensor.double().abs().max()
-        worst = max(worst, float(gap) if bool(gap.isfinite()) else float("inf"))
+    for name, chunks in values.items():
+        whole = expected[name][0].tensor.double()
+        for chunk in chunks:
+            gap = (chunk.tensor.double() - whole[chunk.slices]).abs().max() / whole.abs().max()
+            worst = max(worst, float(gap) if bool(gap.isfinite()) else float("inf"))
     return worst
 
 
@@ -132,4 +152,24 @@ def _read_before_wait() -> Any:
     return mock.patch.object(ProcessGroup, "_all_to_all_single", never_waited)
 
 
-DEFECTS: dict[str | None, Any] = {None: contextlib.nullcontext, "read before wait": _read_before_wait}
+def _engine_reads_before_wait() -> Any:
+    return mock.patch.object(StartedWork, "wait", lambda self: None)
+
+
+def _stale_weights() -> Any:
+    """AdamW updates a copy of what the engine gathers."""
+    chunk_of = fsdp2._local_chunk
+
+    def copied(*args: Any) -> Chunk:
+        chunk = chunk_of(*args)
+        return Chunk(chunk.offsets, chunk.tensor.clone())
+
+    return mock.patch.object(fsdp2, "_local_chunk", copied)
+
+
+DEFECTS: dict[str | None, Any] = {
+    None: contextlib.nullcontext,
+    "read before wait": _read_before_wait,
+    "the engine reads before wait": _engine_reads_before_wait,
+    "stale weights": _stale_weights,
+}

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.errors import UserError
+from xgram_dist.parallel.call_site import Place, call_site
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -322,22 +323,51 @@ def release_cached_memory(device: torch.device) -> None:
 
 
 @contextlib.contextmanager
-def record_host_waits(device: torch.device) -> Iterator[list[str]]:
-    """Collects `file:line` of each operation within the block for which the host waits for the device; on the CPU,
-    none. Waits of other threads count too."""
-    found: list[str] = []
+def record_host_waits(device: torch.device) -> Iterator[list[Place]]:
+    """Collects where within the block the host waits for the device: in operations that need a value or copy, and in
+    explicit synchronisation. On the CPU, nothing. Waits of other threads count too."""
+    found: list[Place] = []
     if device.type != "cuda":
         yield found
         return
-    with warnings.catch_warnings(record=True) as caught:
+
+    def note(message: Warning | str, *_: Any, **__: Any) -> None:
+        if "synchronizing CUDA operation" in str(message):
+            found.append(call_site(skip="parallel/device.py"))
+
+    def noting(function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            found.append(call_site(skip="parallel/device.py"))
+            return function(*arguments)
+
+        return call
+
+    # torch's debug mode says nothing about these.
+    owners: tuple[Any, ...] = (torch.cuda, torch.cuda.Stream, torch.cuda.Event)
+    explicit = [(owner, owner.synchronize) for owner in owners]
+    with warnings.catch_warnings():
         warnings.simplefilter("always")
+        warnings.showwarning = note
+        for owner, function in explicit:
+            owner.synchronize = noting(function)
         torch.cuda.set_sync_debug_mode("warn")
         try:
             yield found
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    found += [
-        f"{'/'.join(Path(one.filename).parts[-2:])}:{one.lineno}"
-        for one in caught
-        if "synchronizing CUDA operation" in str(one.message)
-    ]
+            for owner, function in explicit:
+                owner.synchronize = function
+
+
+@contextlib.contextmanager
+def record_device_operations(device: torch.device) -> Iterator[list[str]]:
+    """Collects the names of kernels and copies that the device runs within the block; on the CPU, nothing."""
+    found: list[str] = []
+    if device.type != "cuda":
+        yield found
+        return
+    synchronize(device)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+        yield found
+        synchronize(device)
+    found += [event.name for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]

@@ -112,21 +112,9 @@ class Trainer:
         try:
             with StopRequest() as request, self.loader:
                 for step in range(self.start + 1, last + 1):
-                    batch, result = self._train(step)
-                    self._check_skipped(step, result)
-                    self.throughput.add(batch.tokens_ABT.numel() * self.mesh.data.size)
-                    if step % self.config.train.log_every == 0 or step in (self.start + 1, last):
-                        self._report_step(step, batch, result)
-                    self._report_saves(self.checkpoints.finished())
-                    stop, save = self._agree(step, request)
-                    stopped = stop and step < last
+                    stopped = self._run_step(step, request)
                     if stopped:
                         break
-                    if save and step < last:
-                        self._save(wait=False)
-                    for callback in self.callbacks:
-                        if callback.due(step):
-                            self._run_callback(callback, step)
                 exit_code = self._finish(stopped)
             finished = True
             return exit_code
@@ -134,6 +122,25 @@ class Trainer:
             self._close(failed=not finished)
 
     # ---- a step
+
+    def _run_step(self, step: int, request: StopRequest) -> bool:
+        """Train, report, agree with the other ranks, save, run callbacks. True if a signal ends the run here."""
+        last = self.config.train.steps
+        batch, result = self._train(step)
+        self._check_skipped(step, result)
+        self.throughput.add(batch.tokens_ABT.numel() * self.mesh.data.size)
+        if step % self.config.train.log_every == 0 or step in (self.start + 1, last):
+            self._report_step(step, batch, result)
+        self._report_saves(self.checkpoints.finished())
+        stop, save = self._agree(step, request)
+        if stop and step < last:
+            return True
+        if save and step < last:
+            self._save(wait=False)
+        for callback in self.callbacks:
+            if callback.due(step):
+                self._run_callback(callback, step)
+        return False
 
     def _train(self, step: int) -> tuple[PrefetchedStep, StepResult]:
         if self.ranks.first:

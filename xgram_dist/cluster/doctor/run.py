@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from xgram_dist.cluster.doctor import file_system, machine, parity, trial
+from xgram_dist.cluster.doctor import file_system, machine, parity, step_watch, trial
 from xgram_dist.cluster.doctor.report import CheckFailedError, Context, Row, print_report, write_json
 from xgram_dist.errors import UserError
 
@@ -26,8 +26,9 @@ CHECKS: dict[str, Check] = {
     "file system": file_system.check_file_system,
     "kernels": parity.check_kernels,
     "parity": parity.check_training,
+    "parity of other tables": parity.check_variants,
     "repetition": parity.check_repetition,
-    "host waits": parity.check_host_waits,
+    "host waits and copies": step_watch.check_step,
     "links": machine.check_links,
     "bandwidths": machine.check_bandwidths,
     "timed run": trial.check_trial,
