@@ -385,7 +385,10 @@ class TrainConfig(Section):
     diagnose_every: NotNegative = 0
     """Steps between records of some of the paper's diagnostics (`xgram-dist diagnose` computes all); 0: none."""
     max_skipped: NotNegative = 10
-    """Largest number of consecutive steps skipped because the loss or a gradient is not finite."""
+    """Largest number of consecutive steps skipped because the loss or a gradient is not finite, or a spike."""
+    spike_sigmas: Annotated[float, Field(gt=0)] | None = None
+    """Skip a step whose loss or gradient norm exceeds the mean of the last 128 steps by so many standard deviations; by
+    default only steps that are not finite are skipped."""
     collective_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds after which a rank that waits for the others fails and reports where."""
     profile_from: NotNegative = 0

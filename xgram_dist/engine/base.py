@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from xgram_dist.config import Config
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.optim.backbone_adamw import MOMENTS, build_adamw, create_state, set_learning_rate, set_step_count
-from xgram_dist.optim.clip import NamedTensors, StepOutcome, backbone_square_sum, clip_by_joint_norm
+from xgram_dist.optim.clip import NamedTensors, SpikeGuard, StepOutcome, backbone_square_sum, clip_by_joint_norm
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.parallel.tensor_parallel import tensor_dims
@@ -66,6 +66,7 @@ class Engine(ABC):
         self.shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
         self.tensor_dims = tensor_dims(model)
         """The dimension that is sharded over the tensor axis, for each such parameter."""
+        self.spike_guard = SpikeGuard(config.train.spike_sigmas)
         self._step_count = 0
 
     @abstractmethod
@@ -79,7 +80,7 @@ class Engine(ABC):
 
     @torch.no_grad()
     def clip(self, loss: Tensor, table_squares: Tensor) -> StepOutcome:
-        """Clips by the joint norm. A step whose norm or loss is not finite will be skipped.
+        """Clips by the joint norm. A step whose norm or loss is not finite, or a spike, will be skipped.
 
         `loss`: of the step, the same on every rank. `table_squares`: square sum of all table gradients, already reduced
         over ranks. The tables may be updated between `clip` and `update`."""
@@ -87,7 +88,7 @@ class Engine(ABC):
         squares = backbone_square_sum(
             gradients, self.tensor_dims, shard=self.shard, tensor=self.mesh.tensor, device=self.device
         )
-        outcome = clip_by_joint_norm(squares, table_squares, loss, self.config.optimizer.clip_norm)
+        outcome = clip_by_joint_norm(squares, table_squares, loss, self.config.optimizer.clip_norm, self.spike_guard)
         if outcome.factor < 1 and gradients:
             torch._foreach_mul_([gradient for _, gradient in gradients], outcome.factor)
         return outcome

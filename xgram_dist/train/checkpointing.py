@@ -140,6 +140,8 @@ class RunCheckpoints:
     def _accept(self, facts: dict[str, Any]) -> None:
         check_keys(facts.get("keys"), self._keys)
         self._loader.load_state_dict(facts["loader"])
+        self._engine.spike_guard.recent.clear()
+        self._engine.spike_guard.recent.extend(_recent_steps(facts))
 
     # ---- saving
 
@@ -169,6 +171,7 @@ class RunCheckpoints:
             "step": state.step,
             "updates": self._engine.step_count,
             "skipped": state.skipped,
+            "recent_steps": list(self._engine.spike_guard.recent),
             "loss": _finite(state.loss),
             "saved": datetime.now(UTC).isoformat(timespec="seconds"),
             "started_from": state.started_from,
@@ -199,6 +202,14 @@ def _state_of(facts: dict[str, Any]) -> TrainState:
         loss=facts["loss"],
         started_from=facts["started_from"],
     )
+
+
+def _recent_steps(facts: dict[str, Any]) -> list[tuple[float, float]]:
+    """Loss and gradient norm of the steps before the checkpoint; earlier releases did not save them."""
+    try:
+        return [(float(loss), float(norm)) for loss, norm in facts.get("recent_steps", [])]
+    except (TypeError, ValueError):
+        raise DamagedFileError("the checkpoint's 'recent_steps' is not a list of pairs of numbers") from None
 
 
 def _finite(loss: Tensor | float | None) -> float | None:

@@ -10,6 +10,7 @@ received a signal) and whether to save (the first rank decides). The first rank 
 SIGTERM and SIGUSR1 end a run after the current step, with a checkpoint and metrics written.
 """
 
+import math
 import sys
 import time
 from pathlib import Path
@@ -173,14 +174,17 @@ class Trainer:
         loss, norm, limit = float(result.loss), float(result.gradient_norm), self.config.train.max_skipped
         self.state.skipped += 1
         self.state.skipped_in_a_row += 1
-        self._say(f"step {step}: skipped, gradient norm {norm}, loss {loss}")
+        spike = math.isfinite(loss) and math.isfinite(norm)
+        why = f"a spike of more than {self.config.train.spike_sigmas:g} sigmas" if spike else "not finite"
+        self._say(f"step {step}: skipped ({why}), gradient norm {norm}, loss {loss}")
         self._record("skipped", step, loss=loss, gradient_norm=norm)
         if self.state.skipped_in_a_row > limit:
             self._save_and_record_end(complete=False)
             raise UserError(
-                f"loss or gradient was not finite in {self.state.skipped_in_a_row} steps in a row, up to step {step} "
-                f"(train.max_skipped = {limit}); lower optimizer.learning_rate or memory.learning_rate.multiplier, or "
-                f"look at the data of these steps; the weights before them are in the checkpoint of step {step}"
+                f"loss or gradient was {'a spike or ' if spike else ''}not finite in {self.state.skipped_in_a_row} "
+                f"steps in a row, up to step {step} (train.max_skipped = {limit}); lower optimizer.learning_rate or "
+                f"memory.learning_rate.multiplier, or look at the data of these steps; the weights before them are in "
+                f"the checkpoint of step {step}"
             )
 
     def _agree(self, step: int, request: StopRequest) -> tuple[bool, bool]:

@@ -93,6 +93,7 @@ def test_a_failed_rank_does_not_wait_for_its_threads(size: int) -> None:
     failing: Any = object.__new__(Trainer)
     failing.config, failing.start = SimpleNamespace(train=SimpleNamespace(steps=1)), 0
     failing.loader, failing.ranks, failing._train = nullcontext(), ProcessGroup(0, size), fail
+    failing.next_working = None
     failing.metrics, failing.callbacks = closes("metrics"), [closes("callback")]
     for name in ("batches", "checkpoints", "lookup", "engine"):
         setattr(failing, name, closes(name))

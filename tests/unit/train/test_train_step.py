@@ -13,6 +13,7 @@ from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cli.main import main
 from xgram_dist.config import Config, dump_config
 from xgram_dist.errors import UserError
+from xgram_dist.optim.clip import SpikeGuard
 from xgram_dist.tables.exchange import ShardedTables
 from xgram_dist.train.step import JointOptimizer
 from xgram_dist.train.trainer import Trainer
@@ -194,6 +195,41 @@ def test_a_loss_that_is_not_finite_is_skipped_even_when_every_gradient_is(data: 
     assert all(torch.equal(before[name], after[name]) for name in before)
 
 
+def test_a_spike_is_skipped_and_the_memory_of_earlier_steps_survives_a_resume(
+    data: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = small_config(data, train={"steps": 2, "spike_sigmas": 6.0})
+    trainer = Trainer(config, tmp_path / "run", fresh=False)
+    calm = [(0.01 + 1e-4 * (n % 3), 1e3) for n in range(SpikeGuard.MEMORY // 2)]  # losses far below a real one
+    trainer.engine.spike_guard.recent.extend(calm)
+    before = weights_of(trainer)
+    trainer.run()
+    assert "step 1: skipped (a spike of more than 6 sigmas)" in capsys.readouterr().out
+    assert trainer.state.skipped == 2 - trainer.engine.step_count > 0
+    if trainer.engine.step_count == 0:
+        assert all(torch.equal(before[name], value) for name, value in weights_of(trainer).items())
+    resumed = Trainer(small_config(data, train={"steps": 3, "spike_sigmas": 6.0}), tmp_path / "run", fresh=False)
+    assert list(resumed.engine.spike_guard.recent) == list(trainer.engine.spike_guard.recent)
+    assert len(resumed.engine.spike_guard.recent) == len(calm) + 2
+
+
+def test_the_guard_skips_what_exceeds_mean_and_sigmas_of_the_steps_before() -> None:
+    guard, generator = SpikeGuard(3.0), torch.Generator().manual_seed(0)
+    seen: list[tuple[float, float]] = []
+    for step in range(400):
+        loss, norm = (2 + 0.1 * torch.randn(2, generator=generator)).tolist()
+        loss, norm = (loss + 5 * (step in (40, 150)), norm + 5 * (step == 300))
+        recent = torch.tensor(seen[-128:], dtype=torch.float64)
+        expected = len(seen) >= 64 and bool(
+            (torch.tensor([loss, norm]).double() > recent.mean(0) + 3 * recent.std(0)).any()
+        )
+        assert guard.is_spike(loss, norm) == expected, step
+        assert expected or step not in (150, 300)
+        seen.append((loss, norm))
+    calm = SpikeGuard(None)
+    assert not any(calm.is_spike(10.0**n, 1.0) for n in range(200))
+
+
 def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -202,7 +238,7 @@ def test_too_many_skipped_steps_in_a_row_end_the_run_with_the_reason(
     recipe.write_text(dump_config(small_config(data, "vanilla", train={"steps": 20, "max_skipped": 2})))
     assert main(["train", str(recipe), "--folder", str(tmp_path / "run")]) == 2
     captured = capsys.readouterr()
-    assert "step 4: skipped, gradient norm nan" in captured.out
+    assert "step 4: skipped (not finite), gradient norm nan" in captured.out
     assert captured.err.startswith(
         "xgram-dist train: loss or gradient was not finite in 3 steps in a row, up to step 6"
     )
