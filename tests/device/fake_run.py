@@ -30,6 +30,7 @@ from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import ShardedTables
 from xgram_dist.tables.ngrams import Folding
 from xgram_dist.tables.optimizers.catchup_math import fit
+from xgram_dist.tables.working_set import WorkingSet
 from xgram_dist.train.step import JointOptimizer, train_step
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
@@ -82,6 +83,7 @@ class FakeRun:
             received = simulate_plan(planners.build, tokens) if data > 1 else []
             self.lookup.planner.group = ReplayedGroup(0, data, received)
         self._step = 0
+        self._working: WorkingSet | None = None
 
     def _mesh(self, size: int) -> Mesh:
         host = ProcessGroup(0, size, dist.new_group(backend="gloo"))
@@ -92,11 +94,14 @@ class FakeRun:
     def step(self) -> None:
         self._step += 1
         self.ledger.phase = "plan"
-        windows = self.lookup.plan(self.tokens).result()
+        windows, upcoming = (self.lookup.plan(self.tokens) for _ in range(2))
+        windows.exception(), upcoming.exception()
         self.ledger.phase = "step"
         with self.device.entered():
             tokens = self.device.host_tensor(self.tokens)
-            train_step(self.config, self.lookup, self.optimizer, tokens, windows, self._step)
+            arguments = self.config, self.lookup, self.optimizer, tokens, windows.result(), self._step
+            ahead = upcoming if self.lookup.overlap else None
+            self._working = train_step(*arguments, working=self._working, upcoming=ahead).next_working
 
 
 def _patch_engines(config: Config) -> None:

@@ -27,7 +27,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=list(BENCHMARKS), help="which benchmark")
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument(
-        "--rounds", type=int, help="rounds, in each of which all sides run (default: step 12, generate 15, overlap 4, others 3)"
+        "--rounds",
+        type=int,
+        help="rounds, in each of which all sides run (default: step 12, generate 15, overlap 4, others 3)",
     )
     parser.add_argument("--vocabulary", type=int, default=32768, help="step, generate, engine (default 32768)")
     parser.add_argument("--no-compile", action="store_true", help="step: without torch.compile")
@@ -43,7 +45,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[2],
         help="exchange: one or more numbers of ranks; checkpoint, engine: one number (default 2)",
     )
-    parser.add_argument("--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4)")
+    parser.add_argument(
+        "--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4)"
+    )
     parser.add_argument("--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or 4x (default 1)")
     parser.add_argument("--folder", help="checkpoint: a folder on the disk to measure (default: the current folder)")
     parser.add_argument("--peers", help="exchange: folder of the peer systems, tools/peers (default: no peers)")

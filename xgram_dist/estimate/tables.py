@@ -148,10 +148,11 @@ def _return_bytes(config: Config, ranks: int, slab_elements: list[float], one_ow
     received = remote if in_place else wire * elements
     # A slab that is cut by groups of layers is sent from, and arrives in, buffers of their own.
     cut = config.memory.overlap and len(table_layout(config).layer_groups(2)) > 1
+    sent = remote
     if wire == FP32 and not one_owner:
         sent = FP32 * elements
-    else:  # whole, in fp32 and with one owner a token, gradients are sent from where they were accumulated
-        sent = remote if cut or wire != FP32 else 0.0
+    elif wire == FP32 and not cut:  # sent from where they were accumulated
+        sent = 0.0
     cast = 0.0 if wire == FP32 else FP32 * max(slab_elements)
     return received + max(sent + (remote if cut else 0.0), cast)
 
