@@ -36,7 +36,10 @@ ENGINE_WAITS: dict[str, dict[tuple[Place, str], str]] = {
 # Copies that stop the host. On the device: none.
 
 HOST_PLACEMENT_COPIES: dict[tuple[Place, str], str] = {
-    (("tables/exchange.py", "give_back"), "to host, blocking, pageable"): "the host reads the gradients it applies",
+    (
+        ("tables/exchange_messages.py", "add_gradients"),
+        "to host, blocking, pageable",
+    ): "the host reads the gradients it applies",
 }
 """With `memory.placement=host`."""
 

@@ -133,8 +133,8 @@ class FakeTrainer(Trainer):
         self.throughput = Throughput(config.train.steps)
         self.utilization = Utilization(config, mesh.world.size, DEVICE)
         self.trace = ProfilerTrace(0, 0, "")
-        # Not ahead: planning is part of the step, so that the ledger has it too.
-        self.batches = StepPrefetcher(loader, lookup, steps=config.train.steps, ahead=False)
+        self.next_working = None
+        self.batches = StepPrefetcher(loader, lookup, steps=config.train.steps, ahead=True)
 
 
 def _patch_engines(config: Config) -> None:

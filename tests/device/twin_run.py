@@ -21,6 +21,7 @@ from xgram_dist.model.build import build_lookup
 from xgram_dist.parallel.mesh import build_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import shards_of
+from xgram_dist.tables.working_set import WorkingSet
 from xgram_dist.train.step import JointOptimizer, StepResult, train_step
 
 STEPS = 5
@@ -77,13 +78,22 @@ class Run:
         self.shards = shards_of(self.lookup) or ()
         self.optimizer = JointOptimizer(self.config, self.engine, self.lookup, self.mesh)
         self.count = 0
+        self.planned = self.lookup.plan(self.tokens(1))
+        self.working: WorkingSet | None = None
+
+    def tokens(self, step: int) -> Tensor:
+        data, length = self.mesh.data, self.config.model.sequence_length
+        return tiny.tokens(self.config, data.size, 2, 2, length, seed=step)[data.rank]
 
     def step(self) -> StepResult:
+        """As the trainer does: the next step is planned, and its vectors are fetched early."""
         self.count += 1
-        data, length = self.mesh.data, self.config.model.sequence_length
-        tokens = tiny.tokens(self.config, data.size, 2, 2, length, seed=self.count)[data.rank]
-        windows = self.lookup.plan(tokens).result()
-        return train_step(self.config, self.lookup, self.optimizer, tokens, windows, self.count)
+        windows, self.planned = self.planned.result(), self.lookup.plan(self.tokens(self.count + 1))
+        upcoming = self.planned if self.lookup.overlap else None
+        arguments = self.config, self.lookup, self.optimizer, self.tokens(self.count), windows, self.count
+        result = train_step(*arguments, working=self.working, upcoming=upcoming)
+        self.working = result.next_working
+        return result
 
     def state(self) -> State:
         """All rows, and what this rank holds of the weights."""
@@ -93,6 +103,9 @@ class Run:
         return {name: [Chunk(at, host_of(part).detach().cpu()) for at, part in parts] for name, parts in state.items()}
 
     def close(self) -> None:
+        self.planned.result()
+        if self.working is not None:
+            self.working.wait()
         self.lookup.close()
         self.engine.close()
 

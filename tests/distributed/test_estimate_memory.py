@@ -162,23 +162,27 @@ def new_bytes():
 def working_bytes(working):
     """Of vectors and gradients; some vectors share their memory."""
     leaves = list(working.values.values())
-    tensors = [*leaves, *(leaf.grad for leaf in leaves), *working.slabs]
+    tensors = [*leaves, *(leaf.grad for leaf in leaves)]
     return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
 
 
 def return_bytes(lookup, working):
-    """Give the working set back; bytes held when all gradients have arrived and none has been accumulated yet."""
-    step, found = lookup.shards[0].step, {"before": new_bytes()}
-    add = step.add_gradient
+    """Give the working set back; bytes held when all gradients are on their way, or when they have arrived and none has
+    been accumulated yet, whichever are more."""
+    before, found = new_bytes(), []
+    step, slab = lookup.shards[0].step, working._slabs[0]
 
-    def watched(*arguments):
-        found["returning"] = new_bytes() - found["before"]
-        add(*arguments)
+    def watched(act):
+        def measure_and_act(*arguments):
+            found.append(new_bytes() - before)
+            act(*arguments)
 
-    step.add_gradient = watched
+        return measure_and_act
+
+    step.add_gradient, slab.receive_gradients = watched(step.add_gradient), watched(slab.receive_gradients)
     lookup.give_back(working)
-    del step.add_gradient
-    return found["returning"]
+    del step.add_gradient, slab.receive_gradients
+    return max(found)
 
 
 def measure(world, cases):

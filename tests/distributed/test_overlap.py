@@ -112,7 +112,7 @@ def train_both(ranks, cases):
 def assert_equal(size, cases):
     for of_rank in run_ranks(train_both, size, list(cases.values())):
         for name, ((plain, never), (overlapped, early)) in zip(cases, of_rank, strict=True):
-            assert (never, early) == (0, STEPS - 1), name
+            assert (never, early) == (0, 0 if "windows" in name else STEPS - 1), name
             assert plain == overlapped, name
 
 

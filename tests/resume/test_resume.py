@@ -36,10 +36,10 @@ class LostError(Exception):
 def run_until(config, folder, lost_at, monkeypatch, ranks=None):
     original = loop.train_step
 
-    def step(*arguments):
+    def step(*arguments, **keywords):
         if arguments[-1] == lost_at:
             raise LostError
-        return original(*arguments)
+        return original(*arguments, **keywords)
 
     with monkeypatch.context() as patch:
         patch.setattr(loop, "train_step", step)

@@ -20,11 +20,11 @@ def pace() -> None:
     original, seconds = loop.train_step, float(paces[-1 if int(os.environ.get("SLURM_RESTART_COUNT", "0")) else 0])
     rank, _, at = os.environ.get("TEST_CRASH", "").partition(":")
 
-    def step(*arguments):
+    def step(*arguments, **keywords):
         time.sleep(seconds)
         if at and int(rank) == int(os.environ["RANK"]) and int(at) == arguments[-1]:
             raise RuntimeError("a fault of this test")
-        return original(*arguments)
+        return original(*arguments, **keywords)
 
     loop.train_step = step
 

@@ -151,16 +151,22 @@ def _gathered_columns_width(config: Config, tensor: int) -> int:
 
 
 def _return_bytes(config: Config, ranks: int, slab_elements: list[float], one_owner: bool, in_place: bool) -> float:
-    """Buffers of the return when all gradients have arrived. `slab_elements`: of each slab's vectors, local rows
-    included."""
+    """Buffers of the return, when all gradients are on their way or when they have arrived, whichever are larger.
+    `slab_elements`: of each slab's vectors, local rows included."""
     if ranks == 1:
         return 0.0
-    wire, remote, elements = WIRE_BYTES[config.memory.wire], 1 - 1 / ranks, sum(slab_elements)
-    received = wire * elements * (remote if in_place else 1)
-    # With one owner a token, gradients are sent from the buffer in which they were accumulated.
-    send_copy = 0.0 if one_owner else FP32 * elements
-    cast = 0.0 if wire == FP32 else wire * remote * elements + FP32 * max(slab_elements)
-    return received + send_copy + cast
+    wire, elements = WIRE_BYTES[config.memory.wire], sum(slab_elements)
+    remote = wire * (1 - 1 / ranks) * elements
+    received = remote if in_place else wire * elements
+    # A slab that is cut by groups of layers is sent from, and arrives in, buffers of their own.
+    cut = config.memory.overlap and len(table_layout(config).layer_groups(2)) > 1
+    sent = remote
+    if wire == FP32 and not one_owner:
+        sent = FP32 * elements
+    elif wire == FP32 and not cut:  # sent from where they were accumulated
+        sent = 0.0
+    cast = 0.0 if wire == FP32 else FP32 * max(slab_elements)
+    return received + max(sent + (remote if cut else 0.0), cast)
 
 
 # Messages

@@ -187,11 +187,13 @@ class SlabExchange:
         self._messages.append(wire.send(target, remote_PW, plan.requested, plan.served))
         self._returned_QW[:copied, columns].copy_(local_PW[:copied])
 
-    def end_return(self) -> None:
-        """Waits for all groups, and adds the gradients to those of the step's rows."""
-        for message in self._messages:
-            message.wait()
-        self._messages = []
+    def receive_gradients(self) -> None:
+        """Waits for all groups, and frees what was sent."""
+        while self._messages:
+            self._messages.pop(0).wait()
+
+    def add_gradients(self) -> None:
+        """To those of the step's rows, once all groups were received."""
         shard, plan = self._shard, self._plan
         assert shard.step is not None, "give_back without fetch"
         assert self._returned_QW is not None
@@ -241,7 +243,9 @@ class GradientReturn:
         self._incomplete = [set() for _ in self._incomplete]
         self._send_complete()
         for slab in self._slabs:
-            slab.end_return()
+            slab.receive_gradients()
+        for slab in self._slabs:
+            slab.add_gradients()
 
     def _send_complete(self) -> None:
         while self._next >= 0 and not self._incomplete[self._next]:

@@ -79,8 +79,8 @@ def train_step(
     working: WorkingSet | None = None,
     upcoming: "Future[list[Window]] | None" = None,
 ) -> StepResult:
-    """`working`: of the first window, where the former step has fetched it. `upcoming`: the windows of the next step,
-    whose first one is fetched before the backbone is updated; None: it is not."""
+    """`working`: of the first window, where the former step has fetched it. `upcoming`: the windows of the next step, to
+    be fetched before the backbone is updated; None: they are not."""
     mesh = optimizer.mesh
     phases = mesh.world.phases
     phases.step = step
@@ -103,7 +103,7 @@ def train_step(
         mesh.data.all_reduce_mean([means])
         outcome = optimizer.clip(means[0])
         optimizer.update_tables(step, outcome)
-        next_working = None if upcoming is None else lookup.fetch(upcoming.result()[0])
+        next_working = None if upcoming is None else _fetch_ahead(lookup, upcoming.result())
         optimizer.update_backbone(step, outcome)
     return StepResult(means[0], means[1], outcome.norm, outcome.applied, next_working)
 
@@ -122,3 +122,9 @@ def _compute_window(
                 working.begin_return()
             engine.backward(loss / len(tokens_ABT), last=number == len(tokens_ABT) - 1)
     return found
+
+
+def _fetch_ahead(lookup: Lookup, windows: list[Window]) -> WorkingSet | None:
+    """Where a step is one window: the tables do not change, and a checkpoint may be saved before it is trained on. Rows
+    of several windows would be caught up in place."""
+    return lookup.fetch(windows[0]) if len(windows) == 1 else None

@@ -117,7 +117,7 @@ def test_a_recipe_that_does_not_fit_the_data_is_refused(
 def test_running_out_of_memory_ends_with_the_plan_and_the_keys_that_help(
     data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def step(*arguments: object) -> None:
+    def step(*arguments: object, **keywords: object) -> None:
         torch.empty(1 << 60, dtype=torch.uint8)  # the real thing: no machine has it
 
     monkeypatch.setattr(loop, "train_step", step)

@@ -335,11 +335,11 @@ def test_ctrl_c_ends_after_the_step_with_weights_and_exit_code_130(data: Path, t
 def signals_in_step(monkeypatch: pytest.MonkeyPatch, at: int, *numbers: signal.Signals) -> None:
     original = train_step
 
-    def step(*arguments: Any) -> Any:
+    def step(*arguments: Any, **keywords: Any) -> Any:
         if arguments[-1] == at:
             for number in numbers:
                 signal.raise_signal(number)
-        return original(*arguments)
+        return original(*arguments, **keywords)
 
     monkeypatch.setattr(loop, "train_step", step)
 
