@@ -5,13 +5,14 @@ A change that makes the product better lowers a number here; nothing else has to
 
 from typing import Any
 
-from stub_cuda import Place, stops_the_host
+from stub_cuda import stops_the_host
+
+from xgram_dist.cluster.doctor import step_watch
+from xgram_dist.parallel.call_site import Place
 
 # Host waits of a step: (file, function), what, how often.
 
-FINITE: tuple[Place, str] = (("optim/clip.py", "clip_by_joint_norm"), "reads numbers")
-"""Whether the step is finite decides whether it counts: the one wait that is meant."""
-
+FINITE: tuple[Place, str] = (step_watch.FINITE, "reads numbers")
 WAITS: dict[tuple[Place, str], int] = {FINITE: 1}
 
 LOGGED_WAITS: dict[tuple[Place, str], int] = {
@@ -21,27 +22,10 @@ LOGGED_WAITS: dict[tuple[Place, str], int] = {
 }
 """Of a step with a status line, every `train.log_every` steps: loss, cross-entropy and gradient norm are read."""
 
-_DEEPSPEED_EPILOGUE = ("deepspeed/runtime/zero/stage3.py", "independent_gradient_partition_epilogue")
-ENGINE_WAITS: dict[str, dict[tuple[Place, str], str]] = {
-    "zero_stage=2": {
-        (("deepspeed/accelerator/cuda_accelerator.py", "synchronize"), "synchronize"): "end of a backward pass",
-    },
-    "zero_stage=3": {
-        (("deepspeed/accelerator/cuda_accelerator.py", "synchronize"), "synchronize"): "before its optimizer",
-        (_DEEPSPEED_EPILOGUE, "Stream.synchronize"): "end of a backward pass",
-    },
-}
-"""Waits inside DeepSpeed, which it makes for its own streams: allowed any number of times."""
+ENGINE_WAITS = {f"zero_stage={stage}": set(waits) for stage, waits in step_watch.ENGINE_WAITS.items()}
+"""Waits inside DeepSpeed, by the word of the recipe: allowed any number of times."""
 
-# Copies that stop the host. On the device: none.
-
-HOST_PLACEMENT_COPIES: dict[tuple[Place, str], str] = {
-    (
-        ("tables/exchange_messages.py", "add_gradients"),
-        "to host, blocking, pageable",
-    ): "the host reads the gradients it applies",
-}
-"""With `memory.placement=host`."""
+# Copies that stop the host. On the device: none. With rows in host memory: `step_watch.HOST_ROWS`.
 
 
 def unexpected(found: dict[str, Any], words: list[str], waits: dict[tuple[Place, str], int] | None = None) -> list[str]:
@@ -49,15 +33,17 @@ def unexpected(found: dict[str, Any], words: list[str], waits: dict[tuple[Place,
     which say what is allowed. `waits`: those of the step, if not `WAITS`."""
     expected = WAITS if waits is None else waits
     lines = [f"fault: {what} at {where}" for where, what in found["faults"]]
-    tolerated = {key for name, waits in ENGINE_WAITS.items() if any(name in word for word in words) for key in waits}
-    counted = {key: count for key, count in found["waits"].items() if key not in tolerated}
+    tolerated = {
+        place for name, waits in ENGINE_WAITS.items() if any(name in word for word in words) for place in waits
+    }
+    counted = {key: count for key, count in found["waits"].items() if key[0] not in tolerated}
     for key in sorted({*counted, *expected}):
         count, allowed = counted.get(key, 0), expected.get(key, 0)
         if count != allowed:
             lines.append(f"host wait: {key[1]} at {key[0]}, {count} a step, {allowed} allowed")
-    copies = HOST_PLACEMENT_COPIES if "memory.placement=host" in words else {}
+    copies = step_watch.HOST_ROWS if "memory.placement=host" in words else {}
     for key, count in found["copies"].items():
-        if stops_the_host(key[1]) and key not in copies:
+        if stops_the_host(key[1]) and key[0] not in copies:
             lines.append(f"copy: {key[1]} at {key[0]}, {count} a step")
     return lines
 
@@ -70,9 +56,10 @@ TRAFFIC_GB: dict[str, float] = {
     "blocks": 1195.0,
     "extraction": 1012.0,
     "scatter": 11.6,
-    "exchange": 20.8,
-    "update": 40.5,
+    "exchange": 47.5,
+    "update": 41.5,
 }
+"""Of the exchange, 26 GB are copies between slabs and the messages of groups of layers, the price of `memory.overlap`."""
 
 COMPILED_TRAFFIC_GB: dict[str, float] = {
     "block forward": 9.95,
@@ -95,8 +82,8 @@ BLOCK_KERNELS: dict[str, dict[str, int]] = {
 """Most launches of Triton kernels in a block: with the recipe's two tables at v, and with one more at h."""
 
 NO_FALLBACK = {"index_put_", "index_put", "scatter_add_", "index_add_", "embedding_dense_backward"}
-"""Operations that no compiled part may call: in deterministic mode they walk duplicates one after the other. Gradients of
-table rows are `_embedding_bag_forward_only`: sums over sorted positions."""
+"""Operations that no compiled part may call: in deterministic mode they walk duplicates one after the other. Gradients
+of table rows are `_embedding_bag_forward_only`: sums over sorted positions."""
 
 
 # Planning, on the host.

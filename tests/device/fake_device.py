@@ -15,8 +15,8 @@ import torch
 import torch.distributed as dist
 from stub_cuda import Ledger
 from torch import Tensor
-from torch.nn import functional as F
 from torch._subclasses import FakeTensor, FakeTensorMode
+from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from traffic import TrafficCounter

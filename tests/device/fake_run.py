@@ -32,6 +32,7 @@ from xgram_dist.parallel.device import make_deterministic
 from xgram_dist.parallel.mesh import Mesh, build_mesh, new_host_group
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import ShardedTables
+from xgram_dist.tables.exchange_messages import Wire
 from xgram_dist.tables.ngrams import Folding
 from xgram_dist.tables.optimizers.catchup_math import fit
 from xgram_dist.train.checkpointing import RunCheckpoints, TrainState
@@ -117,6 +118,15 @@ class SameBatch:
         return self
 
 
+class PlannedSteps(StepPrefetcher):
+    """The next step is planned before this one trains, not beside it: all threads share the fake device."""
+
+    def _request(self) -> Any:
+        requested = super()._request()
+        requested[1].exception()
+        return requested
+
+
 class FakeTrainer(Trainer):
     """The trainer's loop without what it reads and writes: data, run folder, metrics."""
 
@@ -134,7 +144,7 @@ class FakeTrainer(Trainer):
         self.utilization = Utilization(config, mesh.world.size, DEVICE)
         self.trace = ProfilerTrace(0, 0, "")
         self.next_working = None
-        self.batches = StepPrefetcher(loader, lookup, steps=config.train.steps, ahead=True)
+        self.batches = PlannedSteps(loader, lookup, steps=config.train.steps, ahead=True)
 
 
 def _patch_engines(config: Config) -> None:
@@ -273,7 +283,7 @@ def one_more_copy() -> list[Any]:
         function = getattr(owner, name)
         return mock.patch.object(owner, name, lambda *args: function(*args).clone())
 
-    update = JointOptimizer.step
+    update = JointOptimizer.update_backbone
 
     def copying_update(self: JointOptimizer, *args: Any) -> Any:
         _ = [parameter.detach().clone() for parameter in self.engine.model.parameters()]
@@ -284,6 +294,6 @@ def one_more_copy() -> list[Any]:
         copying(layers, "at_least_fp32"),
         copying(injection, "shifted"),
         copying(gather, "_segment_sum"),
-        copying(ShardedTables, "_to_wire"),
-        mock.patch.object(JointOptimizer, "step", copying_update),
+        copying(Wire, "convert"),
+        mock.patch.object(JointOptimizer, "update_backbone", copying_update),
     ]

@@ -19,10 +19,13 @@ import subprocess
 import sys
 import tempfile
 import types
+import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+
+from xgram_dist.parallel.call_site import Place, call_site
 
 SOURCE = Path(__file__).with_name("host_cuda.cpp")
 
@@ -62,24 +65,6 @@ def load_guard() -> None:
 
 # What a GPU would notice
 
-Place = tuple[str, str]
-"""(file, function) of the innermost frame in this package or in DeepSpeed; a line number would change too often."""
-
-
-def place(skip: str = " ") -> Place:
-    """`skip`: the start of paths in this package to pass over."""
-    frame: Any = sys._getframe(1)
-    while frame is not None:
-        name = frame.f_code.co_filename
-        for package in ("xgram_dist", "deepspeed"):
-            if f"/{package}/" in name:
-                path = name.rpartition(f"/{package}/")[2]
-                if path.startswith(skip):
-                    continue
-                return (path if package == "xgram_dist" else f"{package}/{path}"), frame.f_code.co_name
-        frame = frame.f_back
-    return "autograd", "backward"
-
 
 @dataclass
 class Ledger:
@@ -94,24 +79,33 @@ class Ledger:
     """What a GPU or NCCL would refuse, or silently do wrong."""
     collectives: Counter[tuple[str, Place, str]] = field(default_factory=Counter)
     """"nccl all_reduce"."""
+    warns: bool = False
+    """As `torch.cuda.set_sync_debug_mode("warn")`: torch warns of waits within operations."""
 
     def clear(self) -> None:
         for counter in (self.waits, self.copies, self.faults, self.collectives):
             counter.clear()
 
     def wait(self, what: str) -> None:
-        self.waits[self.phase, place(), what] += 1
+        if self.warns and "ynchronize" not in what:
+            self._warn()
+        self.waits[self.phase, call_site(), what] += 1
+
+    def _warn(self) -> None:
+        warnings.warn("called a synchronizing CUDA operation", stacklevel=2)
 
     def fault(self, what: str) -> None:
-        self.faults[self.phase, place(), what] += 1
+        self.faults[self.phase, call_site(), what] += 1
 
     def copy(self, *, to_device: bool, non_blocking: bool, pinned: bool) -> None:
         direction = "to device" if to_device else "to host"
         what = f"{direction}, {'async' if non_blocking else 'blocking'}, {'pinned' if pinned else 'pageable'}"
-        self.copies[self.phase, place(), what] += 1
+        if self.warns and not non_blocking:
+            self._warn()
+        self.copies[self.phase, call_site(), what] += 1
 
     def collective(self, backend: str, name: str, tensors: list[Any]) -> None:
-        self.collectives[self.phase, place(), f"{backend} {name}"] += 1
+        self.collectives[self.phase, call_site(), f"{backend} {name}"] += 1
         for tensor in tensors:
             if (tensor.device.type == "cuda") != (backend == "nccl"):
                 self.fault(f"{name} over {backend} was given a tensor on {tensor.device.type}")
@@ -198,6 +192,7 @@ def stub_torch_cuda(ledger: Ledger) -> None:
     cuda.Event, cuda.Stream = Event, Stream
     cuda.current_stream = cuda.default_stream = lambda *_: Stream()
     cuda.stream = lambda _: contextlib.nullcontext()
+    cuda.set_sync_debug_mode = lambda mode: setattr(ledger, "warns", mode == "warn")
     cuda.synchronize = lambda *_: ledger.wait("synchronize")
     for name in ("is_available", "is_initialized", "is_bf16_supported"):
         setattr(cuda, name, answers(True))

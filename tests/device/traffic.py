@@ -16,9 +16,10 @@ from collections import Counter
 from typing import Any
 
 import torch
-from stub_cuda import place
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from xgram_dist.parallel.call_site import call_site
 
 PARTS = ("head", "blocks", "extraction", "scatter", "exchange", "update")
 PART_OF_FILE = {
@@ -69,7 +70,7 @@ class TrafficCounter:
         while nodes:
             node = nodes.pop()
             if node is not None and MARK not in node.metadata:
-                node.metadata[MARK] = place(skip="parallel/")[0]
+                node.metadata[MARK] = call_site(skip="parallel/")[0]
                 nodes += [before for before, _ in node.next_functions]
 
     def note(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
@@ -83,7 +84,7 @@ class TrafficCounter:
         counter[self._part_and_file()] += _moved(name, func, args, kwargs, out)
 
     def _part_and_file(self) -> tuple[str, str]:
-        file, function = place(skip="parallel/")  # collectives and copies belong to who calls them
+        file, function = call_site(skip="parallel/")  # collectives and copies belong to who calls them
         node = torch._C._current_autograd_node()
         if file != "autograd":  # called from Python, also where the backward pass recomputes
             backward = file == GATHER_FILE and function in ("backward", "_segment_sum")
@@ -189,9 +190,8 @@ def print_compiled() -> None:
     from isolated import run_isolated
 
     calls = {"block forward": 20, "block backward": 10, "softmax": 16, "loss_gradient": 16}
-    print(
-        f"\nwith train.compile=true, by inductor's count\n{'part':24}{'GB a call':>12}{'calls':>7}{'GB':>9}{'budget':>9}"
-    )
+    print("\nwith train.compile=true, by inductor's count")
+    print(f"{'part':24}{'GB a call':>12}{'calls':>7}{'GB':>9}{'budget':>9}")
     for name, traffic in run_isolated(describe_step).items():
         size = fused_gb(traffic)
         print(f"{name:24}{size:12.2f}{calls[name]:7}{size * calls[name]:9.1f}{COMPILED_TRAFFIC_GB[name]:9.2f}")

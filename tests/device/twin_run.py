@@ -11,7 +11,6 @@ import tiny_models as tiny
 import torch
 import torch.distributed as dist
 from stub_cuda import Ledger
-from torch import Tensor
 from twin_device import StartedWork, TwinDevice, host_of
 
 import xgram_dist.engine.fsdp2 as fsdp2
@@ -81,7 +80,7 @@ class Run:
         self.planned = self.lookup.plan(self.tokens(1))
         self.working: WorkingSet | None = None
 
-    def tokens(self, step: int) -> Tensor:
+    def tokens(self, step: int) -> torch.Tensor:
         data, length = self.mesh.data, self.config.model.sequence_length
         return tiny.tokens(self.config, data.size, 2, 2, length, seed=step)[data.rank]
 
@@ -166,7 +165,10 @@ def _read_before_wait() -> Any:
 
 
 def _engine_reads_before_wait() -> Any:
-    return mock.patch.object(StartedWork, "wait", lambda self: None)
+    def wait(self: StartedWork) -> None:
+        pass
+
+    return mock.patch.object(StartedWork, "wait", wait)
 
 
 def _stale_weights() -> Any:

@@ -370,4 +370,4 @@ def record_device_operations(device: torch.device) -> Iterator[list[str]]:
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
         yield found
         synchronize(device)
-    found += [event.name for event in profiler.events() or () if event.device_type == torch.autograd.DeviceType.CUDA]
+    found += [event.name for event in profiler.events() or () if event.device_type.name == "CUDA"]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from xgram_dist.cli.main import main
-from xgram_dist.cluster.doctor import file_system, machine, parity, trial
+from xgram_dist.cluster.doctor import file_system, machine, parity, step_watch, trial
 from xgram_dist.cluster.doctor.report import CheckFailedError, Context, Row, gather, print_report, slow_ranks
 from xgram_dist.cluster.doctor.run import CHECKS, run_doctor
 from xgram_dist.cluster.interfaces import Interface
@@ -66,12 +66,14 @@ def test_a_sound_machine_passes_and_what_needs_a_gpu_is_skipped(tmp_path, capsys
     monkeypatch.chdir(tmp_path)
     assert main(["doctor", "--quick", "--seconds", "0.1", "--out", "kept.json"]) == 0
     shown = capsys.readouterr()
-    assert "doctor: 1 of 14, versions" in shown.err
+    assert "doctor: 1 of 15, versions" in shown.err
     assert "0 warn, 0 fail" in shown.out
     kept = json.loads(Path("kept.json").read_text())
     assert (kept["complete"], kept["verdict"], kept["ranks"]) == (True, "pass", 1)
     rows = {row["check"]: row for row in kept["rows"]}
-    for check in ("device", "kernels against the CPU", "host waits in a step", "NCCL interface", "host to device"):
+    skipped = ("device", "kernels against the CPU", "parity of other tables with the CPU", "host waits in a step")
+    skipped += ("pageable copies in a step", "serial scatters in a compiled step", "NCCL interface", "host to device")
+    for check in skipped:
         assert rows[check]["status"] == "skip"
         assert rows[check]["advice"]
     for check in ("versions", "atomic rename", "exclusive creation", "lease", "repetition bit for bit", "timed run"):
@@ -107,7 +109,8 @@ def test_the_branches_for_a_gpu_run(tmp_path, monkeypatch):
     failed = {name for name, row in rows.items() if row["status"] == "fail"}
     assert failed == set()
     assert {name for name, row in rows.items() if row["status"] == "skip"} == {
-        "clock skew", "links between ranks", "shared folder", "share of the exchange"
+        "clock skew", "links between ranks", "shared folder", "share of the exchange",
+        "parity of other tables with the CPU",
     }  # fmt: skip
     assert set(given.measured) == {"memory_bandwidth", "host_bandwidth"}
     assert rows["MFU"]["figures"]["utilisation"] > 0
@@ -305,21 +308,20 @@ def test_slow_writes_a_full_disk_and_a_strange_clock_are_warnings(tmp_path, monk
 
 
 def test_losses_outside_the_tolerance_fail_from_the_step_where_they_leave_it():
-    case, steps = parity.Case("replicated", "fp32", False), 20
-    reference = [(6.0 - 0.1 * step, 1.0) for step in range(steps)]
-    assert parity.compare_losses(case, [(a * (1 + 5e-5), b) for a, b in reference], reference).status == "pass"
+    reference = [(6.0 - 0.1 * step, 1.0) for step in range(20)]
+    assert compare([(a * (1 + 5e-5), b) for a, b in reference], reference).status == "pass"
     off = [(a * (1 + 2e-4) if step >= 7 else a, b) for step, (a, b) in enumerate(reference)]
-    row = parity.compare_losses(case, off, reference)
+    row = compare(off, reference)
     assert row.status == "fail"
     assert "from step 8" in row.found
-    assert parity.compare_losses(replace_precision(case), off, reference).status == "pass"
+    assert compare(off, reference, "bf16").status == "pass"
     norms = [(a, b * 1.5) for a, b in reference]
-    assert parity.compare_losses(case, norms, reference).status == "fail"
-    assert parity.compare_losses(case, [(math.nan, b) for _, b in reference], reference).status == "fail"
+    assert compare(norms, reference).status == "fail"
+    assert compare([(math.nan, b) for _, b in reference], reference).status == "fail"
 
 
-def replace_precision(case):
-    return case._replace(precision="bf16")
+def compare(found, reference, precision="fp32"):
+    return parity.compare_losses("replicated", found, reference, parity.TOLERANCE[precision])
 
 
 def test_training_on_other_tokens_fails_parity(monkeypatch):
@@ -328,7 +330,7 @@ def test_training_on_other_tokens_fails_parity(monkeypatch):
     reference = parity.train_small(config, mesh, torch.device("cpu"), 3)
     whole = parity.TrainedModel.batch
     monkeypatch.setattr(parity.TrainedModel, "batch", lambda self, step: whole(self, step + (step == 3)))
-    row = parity.compare_losses(case, parity.train_small(config, mesh, torch.device("cpu"), 3), reference)
+    row = compare(parity.train_small(config, mesh, torch.device("cpu"), 3), reference)
     assert row.status == "fail"
     assert "from step 3" in row.found
 
@@ -354,11 +356,49 @@ def test_kernels_agree_with_themselves_and_a_wrong_one_fails():
     assert (fp32.status, bf16.status) == ("fail", "pass")
 
 
+CLIP, EXCHANGE = ("optim/clip.py", "clip_by_joint_norm"), ("tables/exchange.py", "give_back")
+
+
+def waits_row(waits, *case, **keys):
+    return step_watch.waits_row("small", parity.small_config(parity.Case(*case, **keys), 1), waits)
+
+
 def test_more_host_waits_than_meant_are_a_warning_that_names_them():
-    assert parity.waits_row(["optim/clip.py:40"]).status == "pass"
-    row = parity.waits_row(["optim/clip.py:40", "tables/exchange.py:7"])
+    assert waits_row([CLIP], "replicated", "fp32", False).status == "pass"
+    row = waits_row([CLIP, CLIP, EXCHANGE], "replicated", "fp32", False)
     assert row.status == "warn"
-    assert "tables/exchange.py:7" in row.found
+    assert row.found == "optim/clip.py clip_by_joint_norm, 1 a step; tables/exchange.py give_back, 1 a step"
+
+
+def test_waits_that_a_placement_or_an_engine_needs_are_allowed():
+    assert waits_row([CLIP, EXCHANGE], "replicated", "fp32", False, tables="rows in host memory").status == "pass"
+    config = parity.small_config(parity.Case("deepspeed", "bf16", False), 1)
+    stage_2 = config.model_copy(update={"parallel": config.parallel.model_copy(update={"zero_stage": 2})})
+    waits = [CLIP, ("deepspeed/accelerator/cuda_accelerator.py", "synchronize")]
+    assert step_watch.unexpected_waits(stage_2, waits) == []
+    assert step_watch.unexpected_waits(config, waits) != []
+
+
+def test_pageable_copies_and_serial_scatters_are_warnings():
+    sound = ["Memcpy HtoD (Pinned -> Device)", "Memset (Device)", "triton_poi_fused_add_0", "EmbeddingBag_updateOutput"]
+    assert step_watch.copies_row("small", sound).status == step_watch.scatter_row(sound).status == "pass"
+    row = step_watch.copies_row("small", [*sound, "Memcpy HtoD (Pageable -> Device)"])
+    assert (row.status, row.found) == ("warn", "1 x Memcpy HtoD (Pageable -> Device)")
+    row = step_watch.scatter_row([*sound, "void at::native::indexing_backward_kernel<float, 4>(long const*)"])
+    assert row.status == "warn"
+
+
+def test_other_tables_agree_with_the_cpu_and_a_wrong_one_fails(tmp_path, monkeypatch):
+    """On the CPU as if it were a GPU: the same numbers."""
+    monkeypatch.setattr(Context, "on_gpu", True)
+    given = replace(context(tmp_path), quick=False)
+    rows = parity.check_variants(given)
+    assert [row.status for row in rows] == ["pass"] * (len(parity.VARIANTS) - 1), rows
+    device = iter(range(100))
+    train = parity.train_small
+    wrong = [(1.0, 1.0)] * parity.VARIANT_STEPS
+    monkeypatch.setattr(parity, "train_small", lambda *a: wrong if next(device) % 2 else train(*a))
+    assert {row.status for row in parity.check_variants(given)} == {"fail"}
 
 
 def figures(**changed):

@@ -31,7 +31,9 @@ ENGINE_WAITS: dict[int, dict[Place, str]] = {
 }
 """By ZeRO stage. DeepSpeed makes them for its own streams: allowed any number of times."""
 
-HOST_ROWS: dict[Place, str] = {("tables/exchange.py", "give_back"): "the host reads the gradients it applies"}
+HOST_ROWS: dict[Place, str] = {
+    ("tables/exchange_messages.py", "add_gradients"): "the host reads the gradients it applies"
+}
 """With `memory.placement=host`: allowed any number of times."""
 
 WARM_STEPS = 2
