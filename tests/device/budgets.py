@@ -56,10 +56,10 @@ TRAFFIC_GB: dict[str, float] = {
     "blocks": 1195.0,
     "extraction": 1012.0,
     "scatter": 11.6,
-    "exchange": 47.5,
-    "update": 41.5,
+    "exchange": 32.5,
+    "update": 40.5,
 }
-"""Of the exchange, 26 GB are copies between slabs and the messages of groups of layers, the price of `memory.overlap`."""
+"""Of the exchange, 11 GB are copies between slabs and messages of groups of layers: the price of `memory.overlap`."""
 
 COMPILED_TRAFFIC_GB: dict[str, float] = {
     "block forward": 9.95,
