@@ -5,14 +5,17 @@ beforehand, one rank after the other, so rank 0 serves what it would serve. The 
 memory: the time on the wire is not in the figures, the bytes are.
 
 Tokens are those of a prepared data set, or independent draws from frequencies. Text repeats its n-grams, draws do not:
-with them planning takes longest. On the CPU, `upload` composes the slots of all positions and widens indices to 64
-bits. A GPU does both itself; there, host time goes into copies of the 32-bit arrays to pinned memory instead.
+with them planning takes longest.
+
+A GPU is stood in for by torch's meta device, whose operations take no time: it puts together the slots of positions and
+widens indices to 64 bits. `pin` copies as many bytes in host memory as are copied to pinned memory for a GPU.
 """
 
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,11 +42,12 @@ from xgram_dist.tables.exchange_plan import ID_BYTES, ExchangePlanner, Window, W
 from xgram_dist.tables.frequencies import load_frequencies
 from xgram_dist.tables.layout import reads_in_place, routing_settings
 from xgram_dist.tables.ngrams import Folding, NgramKeys
+from xgram_dist.tables.requests import WindowRequest
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.routing_build import build_routing
 from xgram_dist.tables.row_sharding import plan_row_sharding
 
-CPU = torch.device("cpu")
+DEVICE = torch.device("meta")
 Result = TypeVar("Result")
 
 
@@ -96,6 +100,7 @@ class PlanningBenchmark:
         self.group = AnsweringGroup(self.axes.data)
         self.planner = self.build_planner(self.group)
         self.tokens = self.rank_tokens(0)
+        self._pageable = self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def build_planner(self, group: ProcessGroup) -> ExchangePlanner:
         return ExchangePlanner(
@@ -105,7 +110,7 @@ class PlanningBenchmark:
             self.config.model.vocabulary if self._keys is None else self.layout.num_rows,
             WindowRule.of(self.config, self.layout.width),
             group,
-            (CPU, CPU),
+            (DEVICE, DEVICE),
             self._keys,
             zero_copy=reads_in_place(self.config, same_device=True),
         )
@@ -166,13 +171,33 @@ class PlanningBenchmark:
         clock, planner = Clock(), self.planner
         slices, requests = clock.time("request", lambda: planner.request(self.tokens))
         served, wanted = clock.time("ids", lambda: planner.exchange_ids(requests))
-        reads = clock.time("read", lambda: planner.read(requests, wanted))
+        reads = clock.time("read", lambda: planner.read(wanted))
         windows = clock.time("upload", lambda: planner.upload(slices, requests, served, reads))
+        size = uploaded_bytes(requests, windows)
+        if self._pinned.numel() < size:
+            self._pageable, self._pinned = torch.zeros(2, size, dtype=torch.uint8)
+        clock.time("pin", lambda: self._pinned[:size].copy_(self._pageable[:size]))
         return windows, clock.parts
 
     def predicted_step(self) -> StepTime:
         traffic = build_traffic(self.config, self.frequencies, self.routing, self.axes.data)
         return plan_layout(self.config, self.axes, Machine(), traffic).time
+
+
+def uploaded_bytes(requests: list[WindowRequest], windows: list[Window]) -> int:
+    """Numbers are uploaded as 32 bits, and rows of a step once for all its windows."""
+    of_positions = sum(array.nbytes for request in requests for array in request.index.arrays)
+    tensors = {id(tensor): tensor for window in windows for slab in window.slabs for tensor in _tensors_in(slab)}
+    return of_positions + sum(4 * tensor.numel() for tensor in tensors.values())
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Of a dataclass and the dataclasses in it."""
+    if isinstance(value, Tensor):
+        yield value
+    elif is_dataclass(value):
+        for field in fields(value):
+            yield from _tensors_in(getattr(value, field.name))
 
 
 def run_planning_benchmark(

@@ -76,6 +76,11 @@ class SlabRequest:
 class PositionIndex(ABC):
     """Where the vectors of each position lie among those of the distinct keys."""
 
+    @property
+    @abstractmethod
+    def arrays(self) -> list[Integers]:
+        """What is uploaded."""
+
     @abstractmethod
     def slots(self, device: torch.device) -> Tensor:
         """On the device; shaped like the tokens, and with several keys a token, one more dim."""
@@ -181,6 +186,10 @@ class TokenIndex(PositionIndex):
     index: Integers
     """The distinct token of each position."""
 
+    @property
+    def arrays(self) -> list[Integers]:
+        return [self.index]
+
     def slots(self, device: torch.device) -> Tensor:
         return index_to_device(self.index, device)
 
@@ -215,6 +224,10 @@ class NgramIndex(PositionIndex):
     slots_KG: list[Integers]
     """For each order, the slots of its n-grams; keys by layer and head."""
     num_layers: int
+
+    @property
+    def arrays(self) -> list[Integers]:
+        return [*self.grams, *self.slots_KG]
 
     def slots(self, device: torch.device) -> Tensor:
         """Keys by layer, order and head."""
