@@ -7,7 +7,7 @@ step):
     request   distinct keys, sorted by owner: this rank first, then the others (requests.py)    local
     counts    number of vectors requested from each owner                                      1 all-to-all, integers
     ids       the keys requested from each owner                                               1 small all-to-all
-    read      the rows an owner reads for them (lookup.py)                                     local
+    read      the rows an owner reads for them (touched_rows.py)                               local
     upload    index tensors to the device                                                      local
 
 Both all-to-alls run on the data axis's host group. With a byte budget, the ranks first agree on the windows: one small
@@ -37,16 +37,7 @@ from xgram_dist.errors import UserError
 from xgram_dist.parallel.device import PlanningPool, index_to_device
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.layout import Slab
-from xgram_dist.tables.lookup import (
-    Accesses,
-    Dedup,
-    Integers,
-    RowRanges,
-    TouchedRows,
-    build_gathered_accesses,
-    build_zero_copy_accesses,
-    touch_rows,
-)
+from xgram_dist.tables.lookup import Accesses, build_gathered_accesses, build_zero_copy_accesses
 from xgram_dist.tables.ngrams import NgramKeys
 from xgram_dist.tables.requests import (
     NgramRequests,
@@ -62,6 +53,7 @@ from xgram_dist.tables.requests import (
 )
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import RowSharding, owners_of_tokens
+from xgram_dist.tables.touched_rows import Dedup, Integers, RowRanges, TouchedRows, touch_rows
 
 # What a plan holds.
 

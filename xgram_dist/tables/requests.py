@@ -24,8 +24,9 @@ from torch import Tensor
 
 from xgram_dist.parallel.device import PlanningPool, index_to_device, to_device
 from xgram_dist.parallel.process_group import ProcessGroup
-from xgram_dist.tables.lookup import Dedup, Integers, segment_sums
+from xgram_dist.tables.lookup import segment_sums
 from xgram_dist.tables.ngrams import Grams, NgramKeys
+from xgram_dist.tables.touched_rows import Dedup, Integers
 
 # What is requested.
 

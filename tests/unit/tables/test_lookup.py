@@ -7,12 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgram_dist.tables.lookup import (
-    Dedup,
-    build_gathered_accesses,
-    build_zero_copy_accesses,
-    touch_rows,
-)
+from xgram_dist.tables.lookup import build_gathered_accesses, build_zero_copy_accesses
+from xgram_dist.tables.touched_rows import Dedup, touch_rows
 
 F64 = torch.float64
 

@@ -135,7 +135,7 @@ def test_plans_of_n_grams_are_those_of_plain_loops(
     size, zero_copy = window
     folding = np.arange(hashing.outside)
     tokens = [draw_tokens(hashing, seed + rank, 3, 1, 4) for rank in range(ranks)]
-    with mock.patch("xgram_dist.tables.lookup.ACCESSES_PER_RANGE", accesses):
+    with mock.patch("xgram_dist.tables.touched_rows.ACCESSES_PER_RANGE", accesses):
         found = plan_all(hashing, NgramKeys(hashing, folding, end), tokens, size, zero_copy)
     windows = [slice(start, start + size) for start in range(0, 3, size)]
     keys = [[slow_keys(hashing, folding, of_rank, end)[w] for w in windows] for of_rank in tokens]
