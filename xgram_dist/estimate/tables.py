@@ -35,7 +35,7 @@ with one window it has another from fetch to update. On a CPU a copy is one bloc
 HISTORY_BYTES = 1_200_000
 """catch_up: the past steps that each optimizer remembers, for adamw_catchup.HISTORY steps."""
 
-PLANNING_SECONDS = {"key": 12e-9, "vector": 40e-9}
+PLANNING_SECONDS = {"key": 11e-9, "vector": 25e-9}
 """Of a core: for each key of a position, and for each vector that a rank requests. Measured with `bench planning`."""
 
 

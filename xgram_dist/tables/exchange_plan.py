@@ -7,7 +7,7 @@ step):
     request   distinct keys, sorted by owner: this rank first, then the others (requests.py)    local
     counts    number of vectors requested from each owner                                      1 all-to-all, integers
     ids       the keys requested from each owner                                               1 small all-to-all
-    read      the rows an owner reads for them (lookup.py)                                     local
+    read      the rows an owner reads for them (touched_rows.py)                               local
     upload    index tensors to the device                                                      local
 
 Both all-to-alls run on the data axis's host group. With a byte budget, the ranks first agree on the windows: one small
@@ -37,14 +37,7 @@ from xgram_dist.errors import UserError
 from xgram_dist.parallel.device import PlanningPool, index_to_device
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.layout import Slab
-from xgram_dist.tables.lookup import (
-    Accesses,
-    Dedup,
-    Integers,
-    TouchedRows,
-    build_gathered_accesses,
-    build_zero_copy_accesses,
-)
+from xgram_dist.tables.lookup import Accesses, build_gathered_accesses, build_zero_copy_accesses
 from xgram_dist.tables.ngrams import NgramKeys
 from xgram_dist.tables.requests import (
     NgramRequests,
@@ -60,6 +53,7 @@ from xgram_dist.tables.requests import (
 )
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import RowSharding, owners_of_tokens
+from xgram_dist.tables.touched_rows import Dedup, Integers, RowRanges, TouchedRows, touch_rows
 
 # What a plan holds.
 
@@ -225,13 +219,14 @@ class ExchangePlanner:
             self._requests = TokenRequests(TokenNumbering(owners, self._order, self.device), len(slabs))
         else:
             self._requests = TokenRequests(RowNumbering(num_keys, self._order), len(slabs))
-        self._dedup_rows = Dedup(len(sharding.rows_of(group.rank)))
+        self._num_rows = len(sharding.rows_of(group.rank))
+        self._dedup_rows = Dedup(self._num_rows)
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> list[Window]:
         """The windows of these tokens. `whole`: one window, whatever the rule."""
         slices, requests = self.request(tokens, whole=whole)
         served, wanted = self.exchange_ids(requests)
-        return self.upload(slices, requests, served, self.read(requests, wanted))
+        return self.upload(slices, requests, served, self.read(wanted))
 
     def close(self) -> None:
         self._pool.close()
@@ -242,8 +237,9 @@ class ExchangePlanner:
         slices = [slice(0, len(tokens))] if whole else self.rule.cut(on_host, count, self.group)
         return slices, self._requests.plan([on_host[micro_batches] for micro_batches in slices])
 
-    def exchange_ids(self, requests: list[WindowRequest]) -> tuple[Integers, list[list[Integers]]]:
-        """(vectors each rank requests from this owner [window, slab, rank], the tokens requested [window][slab])."""
+    def exchange_ids(self, requests: list[WindowRequest]) -> tuple[Integers, list[list[list[Integers]]]]:
+        """(vectors that each rank requests from this owner [window, slab, rank]; the keys of these [window][slab], for
+        each rank, this one first)."""
         requested = np.array([[slab.counts for slab in request.slabs] for request in requests])  # [window, slab, owner]
         windows, slabs, size = requested.shape
         to_owner = np.ascontiguousarray(np.moveaxis(requested, 2, 0))  # [owner, window, slab]
@@ -264,31 +260,27 @@ class ExchangePlanner:
         work.wait()
         pieces = np.split(received_ids.numpy(), np.cumsum(from_rank.reshape(-1))[:-1])
         wanted = [
-            [np.concatenate([pieces[(r * windows + w) * slabs + s] for r in owners]) for s in range(slabs)]
-            for w in range(windows)
+            [[pieces[(r * windows + w) * slabs + s] for r in owners] for s in range(slabs)] for w in range(windows)
         ]
         return np.moveaxis(from_rank, 0, 2), wanted
 
-    def read(self, requests: list[WindowRequest], wanted: list[list[Integers]]) -> list[list[LocalReads]]:
-        """The local rows that the requested tokens read [window][slab]. Windows are planned in parallel."""
-        rank = self.group.rank
-        keys = [
-            (s, wanted[w][s], int(slab.counts[rank])) for w, r in enumerate(requests) for s, slab in enumerate(r.slabs)
-        ]
-        reads = iter(self._pool.map(lambda of_slab: self._local_reads(*of_slab), keys))
-        return [[next(reads) for _ in request.slabs] for request in requests]
+    def read(self, wanted: list[list[list[Integers]]]) -> list[list[LocalReads]]:
+        """The local rows that the requested tokens read [window][slab]."""
+        return [[self._local_reads(s, keys) for s, keys in enumerate(of_window)] for of_window in wanted]
 
-    def _local_reads(self, slab: int, keys_Q: Integers, num_local: int) -> LocalReads:
-        """The first `num_local` keys are this rank's own."""
+    def _local_reads(self, slab: int, keys: list[Integers]) -> LocalReads:
+        """`keys`: those that each rank requests, this rank's own first."""
         lists = self.access_lists[slab]
         if lists is None:
-            rows_N = keys_Q // self.group.size
-            touched = TouchedRows(rows_N, num_local, self._dedup_rows, zero_copy=self._zero_copy)
-            return LocalReads(touched, None, None)
+            segments = [of_rank // self.group.size for of_rank in keys]
+            ranges = RowRanges(segments, self._num_rows, zero_copy=self._zero_copy)
+            return LocalReads(ranges.touch(self._pool), None, None)
+        keys_Q = np.concatenate(keys)
         start = lists.offsets[keys_Q]
         counts_Q = lists.offsets[keys_Q + 1] - start
         _, entry_N = expand_ranges(start, counts_Q)
-        touched = TouchedRows(lists.rows[entry_N], int(counts_Q[:num_local].sum()), self._dedup_rows)
+        num_local_accesses = int(counts_Q[: len(keys[0])].sum())
+        touched = touch_rows(lists.rows[entry_N], num_local_accesses, self._dedup_rows)
         return LocalReads(touched, counts_Q, lists.coefficients[entry_N])
 
     def upload(
@@ -335,7 +327,7 @@ class ExchangePlanner:
         """(where the vector of each distinct key lies in a working set that begins with the touched rows; its keys)."""
         num_local, num_rows = touched.num_local_accesses, len(touched.rows_R)
         slot_U = np.concatenate((touched.index_N[:num_local], num_rows + np.arange(len(keys_U) - num_local)))
-        global_R = touched.rows_R * self.group.size + self.group.rank
+        global_R = touched.rows_R.astype(np.int64) * self.group.size + self.group.rank
         return slot_U, np.concatenate((global_R, keys_U[num_local:]))
 
     def _parts_of_step(self, windows: list[TouchedRows]) -> list[PartOfStep] | list[None]:

@@ -7,12 +7,11 @@ all its readers, so each row is scaled once and the sum runs over whole slab row
 by hand: nothing of a slab's size is ever allocated, the gradient covers the rows that were read and no others, and sums
 run in a fixed order, so results repeat bitwise.
 
-`Dedup` and `build_*_accesses` make the index tensors on the host, from token ids alone. No collectives.
+`build_*_accesses` make the index tensors from what planning found (touched_rows.py). No collectives.
 Shapes: Q tokens requested from this owner, this rank's own first; N accesses, token by token; R distinct rows of them;
 S rows of the shard; W slab width; J tables of a slab with `widths`.
 """
 
-import threading
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any
@@ -24,8 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.parallel.device import index_to_device, pin_for, to_device
-
-Integers = NDArray[Any]
+from xgram_dist.tables.touched_rows import Integers, TouchedRows
 
 # Forward: which rows some tokens read.
 
@@ -180,64 +178,7 @@ class ZeroCopyAccesses(Accesses):
         return RowGradient(self.touched_R, local_RW, None, 1 / num_ranks)
 
 
-# Index tensors, made on the host.
-
-SORT_ABOVE = 4
-"""Dedup sorts where the limit exceeds this many numbers a value, and marks a table otherwise."""
-
-
-class Dedup:
-    """Deduplicates integers below a limit. Several threads may use it: each has its own tables."""
-
-    def __init__(self, limit: int):
-        self._limit, self._thread = limit, threading.local()
-
-    def __call__(self, values: Integers) -> tuple[Integers, Integers]:
-        """(distinct values, ascending; the index of each value among them)."""
-        distinct = self.distinct(values)
-        return distinct, self.translate(distinct, np.arange(len(distinct), dtype=np.int32), values)
-
-    def distinct(self, values: Integers) -> Integers:
-        """Ascending."""
-        if values.size * SORT_ABOVE < self._limit:
-            ordered = np.sort(values, axis=None)
-            is_first = np.ones(len(ordered), dtype=bool)
-            np.not_equal(ordered[1:], ordered[:-1], out=is_first[1:])
-            return ordered[is_first].astype(np.int64)
-        if not hasattr(self._thread, "seen"):
-            self._thread.seen = np.zeros(self._limit, dtype=bool)
-        seen: NDArray[np.bool_] = self._thread.seen
-        seen[values] = True
-        distinct = np.flatnonzero(seen)
-        seen[distinct] = False
-        return distinct
-
-    def translate(self, distinct: Integers, names: Integers, values: Integers) -> Integers:
-        """For each value, the name (int32) of the distinct value that it equals."""
-        if not hasattr(self._thread, "names"):
-            self._thread.names = np.empty(self._limit, dtype=np.int32)
-        self._thread.names[distinct] = names
-        return self._thread.names.take(values)
-
-    def count(self, values: Integers) -> int:
-        return len(self.distinct(values))
-
-
-class TouchedRows:
-    """Distinct local rows of some accesses: those that remote ranks request first, then the rest, both ascending."""
-
-    def __init__(self, rows_N: Integers, num_local_accesses: int, dedup: Dedup, *, zero_copy: bool = False):
-        """The first `num_local_accesses` accesses are this rank's own. `zero_copy`: these are not gathered."""
-        rows_N = rows_N.astype(np.int64)  # numpy indexes with 64 bits
-        remote_R = dedup.distinct(rows_N[num_local_accesses:])
-        local_R = np.setdiff1d(dedup.distinct(rows_N[:num_local_accesses]), remote_R, assume_unique=True)
-        self.num_local_accesses, self.num_remote = num_local_accesses, len(remote_R)
-        self.rows_R: Integers = np.concatenate((remote_R, local_R))
-        self.index_N: Integers = dedup.translate(self.rows_R, np.arange(len(self.rows_R), dtype=np.int32), rows_N)
-        """Index of each access among the rows."""
-        gathered_N = self.index_N[num_local_accesses:] if zero_copy else self.index_N
-        self.by_row_N, self.row_starts_R = _sort_by_row(gathered_N)
-        """The gathered accesses sorted by row; the first of them for each row that is gathered."""
+# Index tensors, from the host.
 
 
 def build_gathered_accesses(
@@ -292,23 +233,6 @@ def _one_row_reads(index_N: Integers, device: torch.device) -> Reads:
     if _is_arange(index_N):
         return ReadFirstRows(len(index_N))
     return ReadOneRow(len(index_N), index_to_device(index_N, device))
-
-
-def _sort_by_row(index_N: Integers) -> tuple[Integers, Integers]:
-    """(accesses sorted by row, stable; first of them for each row). Every row up to the last has an access.
-
-    Sorts pairs (row, access) as single integers, which numpy does several times as fast as `argsort`.
-    """
-    bits = len(index_N).bit_length()
-    pairs_N = index_N.astype(np.int64)
-    pairs_N <<= bits
-    pairs_N |= np.arange(len(index_N))
-    pairs_N.sort()
-    is_first = np.ones(len(index_N), dtype=bool)
-    row_N = (pairs_N >> bits).astype(np.int32)
-    np.not_equal(row_N[1:], row_N[:-1], out=is_first[1:])
-    pairs_N &= (1 << bits) - 1
-    return pairs_N, np.flatnonzero(is_first)
 
 
 def _is_arange(index_N: Integers) -> bool:

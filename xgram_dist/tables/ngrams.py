@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from xgram_dist.errors import UserError
 from xgram_dist.files import int_array, read_npz, write_npz
-from xgram_dist.tables.lookup import Integers
+from xgram_dist.tables.touched_rows import Integers
 
 # Folding
 

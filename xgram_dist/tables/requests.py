@@ -24,8 +24,9 @@ from torch import Tensor
 
 from xgram_dist.parallel.device import PlanningPool, index_to_device, to_device
 from xgram_dist.parallel.process_group import ProcessGroup
-from xgram_dist.tables.lookup import Dedup, Integers, segment_sums
+from xgram_dist.tables.lookup import segment_sums
 from xgram_dist.tables.ngrams import Grams, NgramKeys
+from xgram_dist.tables.touched_rows import Dedup, Integers
 
 # What is requested.
 
@@ -75,6 +76,11 @@ class SlabRequest:
 
 class PositionIndex(ABC):
     """Where the vectors of each position lie among those of the distinct keys."""
+
+    @property
+    @abstractmethod
+    def arrays(self) -> list[Integers]:
+        """What is uploaded."""
 
     @abstractmethod
     def slots(self, device: torch.device) -> Tensor:
@@ -181,6 +187,10 @@ class TokenIndex(PositionIndex):
     index: Integers
     """The distinct token of each position."""
 
+    @property
+    def arrays(self) -> list[Integers]:
+        return [self.index]
+
     def slots(self, device: torch.device) -> Tensor:
         return index_to_device(self.index, device)
 
@@ -215,6 +225,10 @@ class NgramIndex(PositionIndex):
     slots_KG: list[Integers]
     """For each order, the slots of its n-grams; keys by layer and head."""
     num_layers: int
+
+    @property
+    def arrays(self) -> list[Integers]:
+        return [*self.grams, *self.slots_KG]
 
     def slots(self, device: torch.device) -> Tensor:
         """Keys by layer, order and head."""

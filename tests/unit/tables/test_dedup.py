@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 
 from xgram_dist.parallel.process_group import ProcessGroup
-from xgram_dist.tables.lookup import SORT_ABOVE, Dedup
 from xgram_dist.tables.requests import OwnerOrder, RowNumbering
+from xgram_dist.tables.touched_rows import SORT_ABOVE, Dedup
 
 
 @pytest.mark.parametrize("limit", [1, 7, 40, 40 * SORT_ABOVE, 1000 * SORT_ABOVE])

@@ -7,12 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from xgram_dist.tables.lookup import (
-    Dedup,
-    TouchedRows,
-    build_gathered_accesses,
-    build_zero_copy_accesses,
-)
+from xgram_dist.tables.lookup import build_gathered_accesses, build_zero_copy_accesses
+from xgram_dist.tables.touched_rows import Dedup, touch_rows
 
 F64 = torch.float64
 
@@ -123,7 +119,7 @@ def test_return_is_the_transpose_of_fetch_for_any_access_list(rows, own):
     counts = np.array([len(of_token) for of_token in rows], dtype=np.int64)
     slab = torch.randn(10, 5, dtype=F64, generator=generator)
     coefficients = torch.rand(len(flat), dtype=F64, generator=generator)
-    touched = TouchedRows(flat, int(counts[:own].sum()), Dedup(10))
+    touched = touch_rows(flat, int(counts[:own].sum()), Dedup(10))
     accesses = build_gathered_accesses(touched, counts, coefficients.numpy(), own, tiny.CPU)
     read = slab[accesses.touched_R]
     out = torch.cat((accesses.local.retrieve(read), accesses.remote.retrieve(read[: accesses.num_remote])))
@@ -146,7 +142,7 @@ def test_return_is_the_transpose_of_fetch_for_any_access_list(rows, own):
 def test_one_row_a_token_comes_as_it_is_asked_for_and_others_need_the_first_rows_alone(rows, own, dtype):
     flat, slab = np.array(rows, dtype=np.int64), torch.arange(20, dtype=F64).reshape(10, 2)
     own = min(own, len(rows))
-    accesses = build_gathered_accesses(TouchedRows(flat, own, Dedup(10)), None, None, own, tiny.CPU)
+    accesses = build_gathered_accesses(touch_rows(flat, own, Dedup(10)), None, None, own, tiny.CPU)
     read = slab[accesses.touched_R]
     assert sorted(accesses.touched_R[: accesses.num_remote].tolist()) == sorted(set(rows[own:]))
     assert torch.equal(accesses.remote.retrieve(read[: accesses.num_remote]), slab[flat[own:]])
@@ -159,7 +155,7 @@ def test_one_row_a_token_comes_as_it_is_asked_for_and_others_need_the_first_rows
 @given(own=st.sets(st.integers(0, 9)), others=st.lists(st.integers(0, 9), max_size=12))
 def test_rows_read_in_place_get_the_gradients_of_all_their_readers(own, others):
     flat, slab = np.array([*sorted(own), *others], dtype=np.int64), torch.arange(20, dtype=F64).reshape(10, 2)
-    touched = TouchedRows(flat, len(own), Dedup(10), zero_copy=True)
+    touched = touch_rows(flat, len(own), Dedup(10), zero_copy=True)
     accesses = build_zero_copy_accesses(touched, tiny.CPU)
     read = slab[accesses.touched_R]
     assert torch.equal(read[touched.index_N[: len(own)]], slab[flat[: len(own)]])

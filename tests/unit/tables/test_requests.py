@@ -2,6 +2,7 @@
 
 import threading
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -120,22 +121,24 @@ def read_rows(reads: Reads) -> list[int]:
     return row_N.tolist()
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
     hashings(),
     st.integers(0, 99),
     st.sampled_from([None, 0]),
     st.sampled_from([1, 2, 4]),
     st.sampled_from([(1, False), (2, False), (3, False), (3, True)]),
+    st.sampled_from([3, 1 << 18]),
 )
 def test_plans_of_n_grams_are_those_of_plain_loops(
-    hashing: NgramHash, seed: int, end: int | None, ranks: int, window: tuple[int, bool]
+    hashing: NgramHash, seed: int, end: int | None, ranks: int, window: tuple[int, bool], accesses: int
 ) -> None:
-    """Some owners are asked for nothing: heads have few rows, ranks few tokens."""
+    """Some owners are asked for nothing: heads have few rows, ranks few tokens. `accesses`: of a range of rows."""
     size, zero_copy = window
     folding = np.arange(hashing.outside)
     tokens = [draw_tokens(hashing, seed + rank, 3, 1, 4) for rank in range(ranks)]
-    found = plan_all(hashing, NgramKeys(hashing, folding, end), tokens, size, zero_copy)
+    with mock.patch("xgram_dist.tables.touched_rows.ACCESSES_PER_RANGE", accesses):
+        found = plan_all(hashing, NgramKeys(hashing, folding, end), tokens, size, zero_copy)
     windows = [slice(start, start + size) for start in range(0, 3, size)]
     keys = [[slow_keys(hashing, folding, of_rank, end)[w] for w in windows] for of_rank in tokens]
     expected = slow_plans(keys, zero_copy)
@@ -154,3 +157,12 @@ def test_as_many_threads_as_there_are_change_no_plan(ranks: int, monkeypatch: py
         keys = NgramKeys(hashing, np.arange(150), 3)
         found.append([[fields(window) for window in of_rank] for of_rank in plan_all(hashing, keys, tokens, 1, False)])
     assert found[0] == found[1]
+
+
+def test_a_rank_that_owns_no_row_is_asked_for_none() -> None:
+    hashing = plan_ngram_hash(5, (2,), (0,), (2,))
+    tokens = [np.full((1, 1, 3), rank) for rank in range(4)]
+    found = plan_all(hashing, NgramKeys(hashing, np.arange(5)), tokens, 1, False)
+    keys = [[slow_keys(hashing, np.arange(5), of_rank)] for of_rank in tokens]
+    assert [[fields(window) for window in of_rank] for of_rank in found] == slow_plans(keys, False)
+    assert found[3][0].slabs[0].served == [0, 0, 0, 0]
