@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from cuda_codegen import CudaCode, compile_for_cuda, compile_training, set_up_inductor
 from fake_device import flash_attention
 from torch import Tensor
+from torch._functorch import config as functorch_config
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -19,7 +20,7 @@ from xgram_dist.model.gather import LongRows, Slots, sort_slots
 from xgram_dist.model.loss import replace_by_gradient, softmax_statistics
 from xgram_dist.model.methods.base import load_recipe, method_of, table_layout
 from xgram_dist.model.transformer import Block
-from xgram_dist.parallel.device import make_deterministic, writes_in_any_order
+from xgram_dist.parallel.device import make_deterministic, recompute_elementwise, writes_in_any_order
 from xgram_dist.tables.optimizers.adamw import _step_rows_
 from xgram_dist.tables.optimizers.adamw_catchup import _caught_up_
 from xgram_dist.tables.optimizers.catchup_math import RowCorrection
@@ -109,12 +110,21 @@ def describe_scatter() -> dict[str, Any]:
 # A block with its table sites, forward and backward
 
 
-def describe_block(sites: str, deterministic: bool, defect: bool = False) -> dict[str, dict[str, Any]]:
-    """What inductor makes of a block: {"forward": .., "backward": ..}. `defect`: rows are read by a plain lookup."""
+def _plain_lookup() -> Any:
+    """Rows are read by torch's embedding, not by `gather_rows`."""
+    return mock.patch.object(injection, "gather_rows", lambda values, slots: F.embedding(slots.rows, values))
+
+
+def _keeps_everything() -> Any:
+    return functorch_config.patch(aggressive_recomputation=False)
+
+
+def describe_block(sites: str, deterministic: bool, defect: Any = nullcontext) -> dict[str, dict[str, Any]]:
+    """What inductor makes of a block, compiled as `build_model` does: {"forward": .., "backward": ..}."""
     make_deterministic(deterministic)
+    recompute_elementwise(DEVICE)
     flash = mock.patch.object(F, "scaled_dot_product_attention", flash_attention)
-    plain = mock.patch.object(injection, "gather_rows", lambda values, slots: F.embedding(slots.rows, values))
-    with plain if defect else nullcontext(), flash, FakeTensorMode(allow_non_fake_inputs=True):
+    with defect(), flash, FakeTensorMode(allow_non_fake_inputs=True):
         forward, backward = compile_training(*_block(sites))
     return {"forward": summarise(forward, build=False), "backward": summarise(backward, build=False)}
 
@@ -174,6 +184,7 @@ def describe_all() -> dict[str, Any]:
         "block": describe_block("v", deterministic=True),
         "block, v and h": describe_block("v and h", deterministic=False),
         "scatter": describe_scatter(),
-        "plain lookup, deterministic": describe_block("v", deterministic=True, defect=True),
-        "plain lookup": describe_block("v", deterministic=False, defect=True),
+        "plain lookup, deterministic": describe_block("v", deterministic=True, defect=_plain_lookup),
+        "plain lookup": describe_block("v", deterministic=False, defect=_plain_lookup),
+        "keeps everything": describe_block("v", deterministic=True, defect=_keeps_everything),
     }

@@ -19,7 +19,7 @@ from xgram_dist.config import Config
 from xgram_dist.model.loss import CompiledPasses
 from xgram_dist.model.methods.base import Keys, check_method, method_of
 from xgram_dist.model.transformer import Transformer
-from xgram_dist.parallel.device import DTYPES, fuses_loss_passes
+from xgram_dist.parallel.device import DTYPES, fuses_loss_passes, recompute_elementwise
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.parallel.tensor_parallel import global_shape_and_offset, tensor_axis, tensor_dim, tensor_slice
@@ -39,6 +39,7 @@ def build_model(
     model.to(device)
     model.activation_checkpointing = config.train.activation_checkpointing
     if config.train.compile:
+        recompute_elementwise(device)
         for block in model.blocks:
             block.compile(dynamic=None)
         if fuses_loss_passes(device):

@@ -221,6 +221,16 @@ def fuses_loss_passes(device: torch.device) -> bool:
     return device.type == "cuda"
 
 
+def recompute_elementwise(device: torch.device) -> None:
+    """On a GPU, graphs that are compiled from now on compute elementwise results again in their backward pass instead
+    of keeping them. Reading and writing them takes longer: a block with tables moves a third fewer bytes.
+    """
+    if device.type == "cuda":
+        from torch._functorch import config
+
+        config.aggressive_recomputation = True
+
+
 # Timing and limits
 
 

@@ -3,9 +3,12 @@
 import pytest
 import tiny_models as tiny
 import torch
+from torch._functorch import config as functorch_config
 
 from xgram_dist.estimate.flops import plan_budget
+from xgram_dist.model.build import build_model
 from xgram_dist.model.loss import CompiledPasses, next_token_labels, vocab_parallel_cross_entropy
+from xgram_dist.parallel.device import recompute_elementwise
 from xgram_dist.tables.initial_rows import initial_rows
 
 SITES = {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3, 5]}}
@@ -114,6 +117,19 @@ def test_blocks_are_compiled_once_for_all_layers_and_sizes_of_the_working_set(re
     torch._dynamo.reset()
     assert len(sizes) >= 4
     assert len(graphs) == 1
+
+
+def test_blocks_compiled_for_a_gpu_compute_again_what_they_could_keep(monkeypatch):
+    with functorch_config.patch(aggressive_recomputation=False):
+        recompute_elementwise(torch.device("cpu"))
+        assert not functorch_config.aggressive_recomputation
+        recompute_elementwise(torch.device("cuda"))
+        assert functorch_config.aggressive_recomputation
+    asked = []
+    monkeypatch.setattr("xgram_dist.model.build.recompute_elementwise", asked.append)
+    for compiled in (False, True):
+        build_model(tiny.config(train={**tiny.BASE["train"], "compile": compiled}), tiny.CPU)
+    assert asked == [tiny.CPU]
 
 
 def test_the_passes_over_the_logits_are_compiled_once_for_all_chunks():
