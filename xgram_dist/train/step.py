@@ -79,8 +79,8 @@ def train_step(
     working: WorkingSet | None = None,
     upcoming: "Future[list[Window]] | None" = None,
 ) -> StepResult:
-    """`working`: of the first window, where the former step has fetched it. `upcoming`: the windows of the next step, to
-    be fetched before the backbone is updated; None: they are not."""
+    """`working`: of the first window, where the former step has fetched it. `upcoming`: the windows of the next step,
+    to be fetched before the backbone is updated; None: they are not."""
     mesh = optimizer.mesh
     phases = mesh.world.phases
     phases.step = step
