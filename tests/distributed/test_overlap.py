@@ -25,6 +25,10 @@ TABLES = {
     "50 %, catch-up, windows": {"optimizer": "catch_up", "window": 1, "sites": SITES},
     "50 %, dense": {"optimizer": "dense"},
     "50 %, Adagrad, bf16": {"optimizer": "adagrad", "wire": "bf16"},
+    "50 %, layers that differ by view": {
+        "optimizer": "lazy",
+        "sites": {"h": {"views": 1, "kernels": [3]}, "v": {"views": 2, "kernels": [3], "layers": [1]}},
+    },
     "100 %, catch-up": {"optimizer": "catch_up", "compression": 1.0},
     "100 %, dense, windows, bf16": {"optimizer": "dense", "compression": 1.0, "window": 1, "wire": "bf16"},
     "100 %, Adagrad, host": {"optimizer": "adagrad", "compression": 1.0, "placement": "host"},

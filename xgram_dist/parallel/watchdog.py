@@ -52,21 +52,22 @@ class Phases:
         """Times a phase, and interrupts the one it is in. An exception gets a note that names rank, step and phase."""
         thread = threading.get_ident()
         device = self.device if name != "plan" else torch.device("cpu")  # planning is host work, in a thread
-        outer = self._open.get(thread)
+        outer, start = self._open.get(thread), record_time(device)
         if outer is not None:
-            self._intervals.append((outer[0], outer[2], record_time(device)))
-        self._open[thread] = (name, time.monotonic(), record_time(device))
+            self._intervals.append((outer[0], outer[2], start))
+        self._open[thread] = (name, time.monotonic(), start)
         try:
             yield
         except Exception as error:
             error.add_note(f"rank {self.rank}, step {self.step}, phase {name}")
-            self._open.pop(thread, None)
             raise
+        finally:
+            _, _, start = self._open.pop(thread)
+            if outer is not None:
+                self._open[thread] = outer
         end = record_time(device)
-        self._intervals.append((name, self._open[thread][2], end))
-        if outer is None:
-            self._open.pop(thread)
-        else:
+        self._intervals.append((name, start, end))
+        if outer is not None:
             self._open[thread] = (outer[0], time.monotonic(), end)
         if name == "compute":
             self._watched.add(name)

@@ -110,3 +110,21 @@ def test_the_flight_recorder_is_asked_on_a_gpu_alone(tmp_path: Path, monkeypatch
     monkeypatch.delattr(torch._C._distributed_c10d, "_dump_nccl_trace")
     dump_flight_recorder(torch.device("cuda"), tmp_path / "unavailable")
     assert [(path.name, path.read_bytes()) for path in tmp_path.iterdir()] == [("cuda", b"trace")]
+
+
+def test_a_phase_within_another_interrupts_it() -> None:
+    phases = Phases(0, torch.device("cpu"))
+    with phases("compute"):
+        with phases("wait"):
+            time.sleep(0.05)
+            assert phases.overdue(-1.0) == "wait"
+        with pytest.raises(KeyError), phases("fetch"):
+            raise KeyError
+        with phases("return"):
+            pass
+        assert phases.overdue(-1.0) is None  # "compute" is watched from its second time on
+    with phases("compute"):
+        assert phases.overdue(-1.0) == "compute"
+    seconds = phases.take()
+    assert seconds["seconds_wait"] >= 0.05 > seconds["seconds_compute"]
+    assert not phases._open
