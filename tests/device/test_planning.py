@@ -14,9 +14,9 @@ from xgram_dist.estimate.traffic import zipf
 from xgram_dist.model.methods.base import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
-ROUNDS = 4
+ROUNDS = 6
 REDUCED = {
-    "1.15b/engram-4x.yaml": ["train.micro_batch=1", "train.global_batch=64", "memory.engram.rows=60000"],
+    "1.15b/engram-4x.yaml": ["train.micro_batch=1", "train.global_batch=64", "memory.engram.rows=200000"],
     "1.15b/xgram-4x-50.yaml": ["train.micro_batch=4", "train.global_batch=128"],
 }
 """One or two micro-batches of each rank a step. Planning takes time in proportion to the tokens; the predicted step as
