@@ -111,6 +111,8 @@ def test_the_branches_for_a_gpu_run(tmp_path, monkeypatch):
     assert {name for name, row in rows.items() if row["status"] == "skip"} == {
         "clock skew", "links between ranks", "shared folder", "share of the exchange",
         "parity of other tables with the CPU",
+        "host waits in a step (replicated, fp32, hashed tables)",  # a CPU has none to see
+        "pageable copies in a step (replicated, fp32, hashed tables)",
     }  # fmt: skip
     assert set(given.measured) == {"memory_bandwidth", "host_bandwidth"}
     assert rows["MFU"]["figures"]["utilisation"] > 0
@@ -386,6 +388,11 @@ def test_pageable_copies_and_serial_scatters_are_warnings():
     assert (row.status, row.found) == ("warn", "1 x Memcpy HtoD (Pageable -> Device)")
     row = step_watch.scatter_row([*sound, "void at::native::indexing_backward_kernel<float, 4>(long const*)"])
     assert row.status == "warn"
+
+
+def test_seeing_nothing_is_not_a_pass():
+    assert waits_row([], "replicated", "fp32", False).status == "skip"
+    assert step_watch.copies_row("small", []).status == step_watch.scatter_row([]).status == "skip"
 
 
 def test_other_tables_agree_with_the_cpu_and_a_wrong_one_fails(tmp_path, monkeypatch):
