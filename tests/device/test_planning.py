@@ -15,8 +15,10 @@ from xgram_dist.model.methods.base import load_recipe
 
 RECIPES = Path(__file__).resolve().parents[2] / "recipes"
 ROUNDS = 6
+MANY_HEADS = ["memory.engram.heads=8", "memory.engram.width=2048", "memory.engram.rows=200000"]
+"""16 keys per position and layer, as in DeepSeek's Engram; the recipe has 4."""
 REDUCED = {
-    "1.15b/engram-4x.yaml": ["train.micro_batch=1", "train.global_batch=64", "memory.engram.rows=200000"],
+    "1.15b/engram-4x.yaml": ["train.micro_batch=1", "train.global_batch=64", *MANY_HEADS],
     "1.15b/xgram-4x-50.yaml": ["train.micro_batch=4", "train.global_batch=128"],
 }
 """One or two micro-batches of each rank a step. Planning takes time in proportion to the tokens; the predicted step as
