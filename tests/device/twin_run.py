@@ -19,6 +19,7 @@ from xgram_dist.engine import Chunk, build_engine
 from xgram_dist.model.build import build_lookup
 from xgram_dist.parallel.mesh import build_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.tables import layout
 from xgram_dist.tables.exchange import shards_of
 from xgram_dist.tables.working_set import WorkingSet
 from xgram_dist.train.step import JointOptimizer, StepResult, train_step
@@ -122,6 +123,7 @@ def train(case: Case, device: torch.device, world: ProcessGroup) -> State:
 
 def run_twins(rank: int, size: int, port: int, cases: list[Case]) -> list[dict[str, Any]]:
     """For each case the largest relative difference from the CPU, and the ledger of the steps."""
+    layout.MESSAGE_BYTES = 1  # a message for each layer, as in a model of full size
     ledger = Ledger(phase="step")
     twin = TwinDevice(ledger)
     world = ProcessGroup()

@@ -9,6 +9,7 @@ import math
 import sys
 import time
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from ranks_helper import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
 from train_helpers import small_config
 
+import xgram_dist.tables.layout as layout_module
 from xgram_dist.config import load_config
 from xgram_dist.estimate.comm import Axes, ring_bytes
 from xgram_dist.estimate.layout import plan_layout
@@ -104,7 +106,13 @@ def routing_of(config, frequencies):
 def planned(config, ranks, frequencies):
     axes = Axes.of(config, ranks)
     traffic = build_traffic(config, frequencies, routing_of(config, frequencies), axes.data)
-    return plan_layout(config, axes, Machine(), traffic)
+    with small_messages():
+        return plan_layout(config, axes, Machine(), traffic)
+
+
+def small_messages():
+    """A message for each layer, as in a model of full size."""
+    return mock.patch.object(layout_module, "MESSAGE_BYTES", 1)
 
 
 # On the ranks.
@@ -208,7 +216,9 @@ def measure_case(world, overrides):
     engine = build_engine(config, model, mesh, CPU)
     del model
     kind = choose_optimizer(config, touched_share=1.0)
-    lookup = ShardedTables(config, table_layout(config), routing_of(config, frequencies), CPU, mesh, optimizer=kind)
+    with small_messages():
+        routing = routing_of(config, frequencies)
+        lookup = ShardedTables(config, table_layout(config), routing, CPU, mesh, optimizer=kind)
     optimizer = JointOptimizer(config, engine, lookup, mesh)
     found = {}
     steps = 2 if LEARNS & set(overrides) else 1

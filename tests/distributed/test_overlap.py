@@ -42,15 +42,17 @@ def digest(tensors):
     return whole.hexdigest()
 
 
-def train(ranks, parallel, memory, train_keys=None):
+def train(ranks, parallel, memory, train_keys=None, message_bytes=1):
     """Some steps, one of which is skipped -> what must not depend on the overlap; how often vectors were early."""
     import tiny_models as tiny
 
     from xgram_dist.engine import build_engine
     from xgram_dist.model.build import build_lookup
     from xgram_dist.parallel.mesh import build_mesh
+    from xgram_dist.tables import layout
     from xgram_dist.train.step import JointOptimizer, train_step
 
+    layout.MESSAGE_BYTES = message_bytes  # 1: a message for each layer
     config = tiny.config(
         model={"heads": 4, "kv_heads": 4},
         memory=memory,
@@ -130,6 +132,10 @@ def test_every_engine():
     assert_equal(2, {f"{name}, {kind}": (ENGINES[name], TABLES[kind]) for name in ENGINES for kind in kinds})
 
 
+def test_a_slab_that_is_one_message():
+    assert_equal(2, {"100 %, catch-up": (ENGINES["hsdp"], TABLES["100 %, catch-up"], {}, 1 << 20)})
+
+
 def test_activation_checkpointing_and_a_tensor_axis():
     cases = {"checkpointing": (ENGINES["hsdp"], TABLES["50 %, catch-up"], {"activation_checkpointing": True})}
     for name in ("replicated", "stage 2"):
@@ -142,8 +148,10 @@ def test_activation_checkpointing_and_a_tensor_axis():
 def run_trainer(ranks, data, folder, overlap):
     """A whole run that validates and saves on its way, is stopped by a signal after step 5, and resumed; what its
     metrics and its last checkpoint say."""
+    from xgram_dist.tables import layout
     from xgram_dist.train.trainer import Trainer
 
+    layout.MESSAGE_BYTES = 1
     folder = Path(folder) / f"overlap-{overlap}"
     memory = {**small_config(data).memory.model_dump(mode="json"), "optimizer": "catch_up", "overlap": overlap}
     config = small_config(

@@ -18,6 +18,7 @@ from xgram_dist.model.methods.base import method_of, table_layout
 from xgram_dist.tables.exchange_plan import ID_BYTES
 from xgram_dist.tables.layout import (
     RESIDUAL_SITES,
+    plan_layer_groups,
     reads_in_place,
     residual_gradients_are_partial,
 )
@@ -159,7 +160,7 @@ def _return_bytes(config: Config, ranks: int, slab_elements: list[float], one_ow
     remote = wire * (1 - 1 / ranks) * elements
     received = remote if in_place else wire * elements
     # A slab that is cut by groups of layers is sent from, and arrives in, buffers of their own.
-    cut = config.memory.overlap and len(table_layout(config).layer_groups(2)) > 1
+    cut = len(plan_layer_groups(config, table_layout(config), ranks)) > 1
     sent = remote
     if wire == FP32 and not one_owner:
         sent = FP32 * elements

@@ -22,17 +22,13 @@ from xgram_dist.parallel.device import begin_planning_thread
 from xgram_dist.parallel.mesh import Mesh, single_mesh
 from xgram_dist.tables.exchange_messages import ShardedWorkingSet, SlabExchange, Wire
 from xgram_dist.tables.exchange_plan import ExchangePlanner, Window, WindowRule
-from xgram_dist.tables.layout import TableLayout, reads_in_place, residual_gradients_are_partial
+from xgram_dist.tables.layout import TableLayout, plan_layer_groups, reads_in_place, residual_gradients_are_partial
 from xgram_dist.tables.ngrams import NgramKeys
 from xgram_dist.tables.optimizers.build import TableOptimizerSettings, choose_optimizer
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import plan_row_sharding
 from xgram_dist.tables.shard import TableShards
 from xgram_dist.tables.working_set import Lookup, WorkingSet
-
-LAYER_GROUPS = 8
-"""Most messages a slab is cut into. What cannot be hidden is the last group of the return, an eighth of it; more
-messages would be small ones."""
 
 
 class ShardedTables:
@@ -59,7 +55,7 @@ class ShardedTables:
         wire_dtype = torch.bfloat16 if config.memory.wire == "bf16" else None
         self._wire = Wire(mesh.exchange, mesh.tensor, device, wire_dtype, residual_gradients_are_partial(config))
         self.overlap = config.memory.overlap and self.data_group.size > 1
-        self._groups = layout.layer_groups(LAYER_GROUPS if self.overlap else 1)
+        self._groups = plan_layer_groups(config, layout, self.data_group.size)
         """The layers of each message."""
         settings = TableOptimizerSettings.of(config, routing, num_rows, optimizer or choose_optimizer(config, None))
         self.shards = TableShards(config, slabs, routing, shard_device, sharding, mesh, settings)

@@ -105,6 +105,25 @@ class TableLayout:
         return replace(self, tables=tuple(replace(table, width=table.width // tensor) for table in self.tables))
 
 
+LAYER_GROUPS = 8
+"""Most messages a slab is cut into. What cannot be hidden is the last group of the return, an eighth of it."""
+MESSAGE_BYTES = 1 << 20
+"""Least size of a message, as if all tokens of a window were distinct. Smaller ones cost more than they hide."""
+
+
+def plan_layer_groups(config: Config, layout: TableLayout, ranks: int) -> list[list[int]]:
+    """The layers of each message of the exchange, on `ranks` ranks of the data axis. Without overlap all are one."""
+    if not config.memory.overlap or ranks == 1:
+        return layout.layer_groups(1)
+    micro_batches, window = config.train.global_batch // ranks // config.train.micro_batch, config.memory.window
+    if isinstance(window, int):
+        micro_batches = min(window, micro_batches)
+    tokens = micro_batches * config.train.micro_batch * config.model.sequence_length
+    vectors = min(tokens, config.model.vocabulary) * (ranks - 1) // ranks
+    slab_bytes = vectors * (2 if config.memory.wire == "bf16" else 4) * layout.width // max(1, len(layout.slabs))
+    return layout.layer_groups(max(1, min(LAYER_GROUPS, slab_bytes // MESSAGE_BYTES)))
+
+
 def site_width(config: Config, site: str) -> int:
     """Columns of a table: the residual stream's at residual sites, otherwise those of all key/value heads."""
     model = config.model
