@@ -45,9 +45,10 @@ class Case:
             "optimizer": {"clip_norm": 0.3},
             "parallel": {"engine": "replicated", "tensor": self.tensor},
         }
+        memory = {"overlap": True, **self.memory}
         if self.method == "xgram":
-            return tiny.config(memory=self.memory, **sections)
-        return methods.config(self.method, memory=self.memory, **sections)
+            return tiny.config(memory=memory, **sections)
+        return methods.config(self.method, memory=memory, **sections)
 
 
 class Run:

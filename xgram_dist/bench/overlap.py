@@ -10,7 +10,8 @@ the mean over the two ranks, and the median over steps. On a busy machine the ov
 other processes interrupt work, and not waiting; so the ratio of the fastest steps is given, too.
 
 The step: width 256, 8 layers, 2 micro-batches of 4 x 256 Zipf tokens a rank, tables at 50 % of 8,192 tokens (two value
-views), AdamW by catch-up, fp32, backbone replicated.
+views), dense AdamW (what `memory.optimizer: auto` chooses where a step hits this many rows), fp32, not compiled,
+backbone replicated. Its gradients are all-reduced over the same link, within "compute", on both sides.
 """
 
 import os
