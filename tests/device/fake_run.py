@@ -167,7 +167,7 @@ def _patch_engines(config: Config) -> None:
 def run_fake(recipe: str, size: int, overrides: list[str]) -> dict[str, dict[str, Any]]:
     """What the ledger has of a step, and, of small models, of a step with a status line."""
     ledger = Ledger()
-    config = load_recipe(RECIPES / recipe, ["train.compile=false", *overrides])
+    config = load_recipe(RECIPES / recipe, ["train.compile=false", "memory.overlap=true", *overrides])
     run = FakeRun(config, size, ledger)
     run.step()
     if config.model.layers < FULL_SIZE_LAYERS:  # libraries may do more in their first step

@@ -59,9 +59,10 @@ class Case:
             "optimizer": {"clip_norm": 0.3},
             "parallel": {**self.engine, "tensor": self.tensor},
         }
+        memory = {"overlap": True, **self.memory}
         if self.method == "xgram":
-            return tiny.config(memory=self.memory, **sections)
-        return methods.config(self.method, memory=self.memory, **sections)
+            return tiny.config(memory=memory, **sections)
+        return methods.config(self.method, memory=memory, **sections)
 
 
 class Run:

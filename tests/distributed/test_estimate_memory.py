@@ -94,7 +94,7 @@ CASES = {
 def config_of(overrides, ranks):
     tensor = 2 if "parallel.tensor=2" in overrides else 1
     batch = ["train.micro_batch=2", f"train.global_batch={4 * ranks // tensor}", "model.sequence_length=128"]
-    return load_config(RECIPE, ["model.layers=2", *batch, *overrides])
+    return load_config(RECIPE, ["model.layers=2", "memory.overlap=true", *batch, *overrides])
 
 
 def routing_of(config, frequencies):

@@ -6,10 +6,12 @@ other side computed.
 
 Exposed exchange time is what the training thread spends on the exchange while it does not compute: the phases fetch
 (rows are gathered and sent), wait (for vectors) and return (gradients are sent, waited for and added up). A figure is
-the mean over the two ranks, and the median over steps.
+the mean over the two ranks, and the median over steps. On a busy machine the overlapped side looks worse than it is:
+other processes interrupt work, and not waiting; so the ratio of the fastest steps is given, too.
 
 The step: width 256, 8 layers, 2 micro-batches of 4 x 256 Zipf tokens a rank, tables at 50 % of 8,192 tokens (two value
-views), AdamW by catch-up, fp32, backbone replicated.
+views), dense AdamW (what `memory.optimizer: auto` chooses where a step hits this many rows), fp32, not compiled,
+backbone replicated. Its gradients are all-reduced over the same link, within "compute", on both sides.
 """
 
 import os
@@ -158,11 +160,12 @@ def run_overlap_benchmark(turns: int, steps: int) -> dict[str, Any]:
         results = run_on_ranks(run_turns, 2, turns, steps, network=link.ends)
         kind = link.kind
     figures: dict[str, Any] = {"link": f"{RATE_MBIT} Mb/s, {DELAY_MS:g} ms: {kind}", "turns": turns, "steps": steps}
-    exposed = {}
+    exposed, fastest = {}, {}
     for name in ("plain", "overlapped"):
         by_rank = [result["steps"][name] for result in results]
         phases = sorted({phase for of_rank in by_rank for step in of_rank for phase in step["phases"]})
-        exposed[name] = _median([[_exchange(step) for step in of_rank] for of_rank in by_rank])
+        exchange = [[_exchange(step) for step in of_rank] for of_rank in by_rank]
+        exposed[name], fastest[name] = _median(exchange), min(map(statistics.mean, zip(*exchange, strict=True)))
         figures[f"{name}_exposed_ms"] = exposed[name]
         figures[f"{name}_step_ms"] = _median([[step["step"] for step in of_rank] for of_rank in by_rank])
         figures[f"{name}_phases_ms"] = {
@@ -170,6 +173,7 @@ def run_overlap_benchmark(turns: int, steps: int) -> dict[str, Any]:
             for phase in phases
         }
     figures["exposed_ratio"] = round(exposed["overlapped"] / exposed["plain"], 3)
+    figures["exposed_ratio_of_fastest"] = round(fastest["overlapped"] / fastest["plain"], 3)
     figures["step_ratio"] = round(figures["overlapped_step_ms"] / figures["plain_step_ms"], 3)
     figures["bytes_sent"] = results[0]["bytes_sent"]
     figures["same_losses"] = all(result["losses"]["plain"] == result["losses"]["overlapped"] for result in results)

@@ -263,9 +263,10 @@ class MemoryConfig(Section):
     """Data type of vectors and gradients in the exchange between ranks; sums are always fp32."""
     plan_ahead: bool = True
     """Plan the exchange of the next step during this one."""
-    overlap: bool = True
+    overlap: bool = False
     """Exchange vectors and gradients while the backbone computes, in messages by groups of layers. With `plan_ahead`,
-    the vectors of the next step are sent before the backbone is updated. Results are the same bit for bit."""
+    the vectors of the next step are sent before the backbone is updated. Results are the same bit for bit. Off by
+    default: it hides the exchange, but that a step is never slower has not been shown (docs/measurements.md)."""
 
 
 class OptimizerConfig(Section):
