@@ -1,5 +1,6 @@
 """One run at a time writes to a run folder, also when an older one is only asleep."""
 
+import errno
 import hashlib
 import json
 import os
@@ -8,6 +9,7 @@ import subprocess
 import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from kills import Run, saving, steps_saved, training
@@ -196,3 +198,25 @@ def test_a_run_that_slept_through_a_takeover_writes_nothing(tmp_path, data, zygo
         assert snapshot(folder) == before
     finally:
         older.send(signal.SIGKILL, older.process.pid, *older.pids())
+
+
+def test_a_process_that_is_killed_while_it_takes_the_lease_holds_up_nobody(tmp_path: Path) -> None:
+    """Killed before its file is whole, it leaves no lease; on a file system without links, too, one run at a time."""
+    code = "import os, pathlib; from xgram_dist.checkpoint import lease"
+    code += "; lease.os.fsync = lambda _: os.kill(os.getpid(), 9)"
+    code += f"; lease.take(pathlib.Path({str(tmp_path)!r}))"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == -9
+    with hold(tmp_path) as lease:
+        assert lease.number == 1
+
+
+def test_a_file_system_without_hard_links_has_leases_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def link(*_: object) -> None:
+        raise OSError(errno.EPERM, "no links here")
+
+    monkeypatch.setattr(lease_module.os, "link", link)
+    with hold(tmp_path) as lease:
+        assert lease.number == 1
+        assert [path.name for path in (tmp_path / "lease").iterdir()] == ["00000001.json"]
+        with pytest.raises(UserError, match="is held by process"):
+            check_free(tmp_path)

@@ -3,10 +3,10 @@
     RUN/lease/00000007.json     the holder: token, host, process, job
 
 The file with the highest number is the lease; its modification time is the holder's last heartbeat. A run takes the
-lease by creating the next number, which only one process can do (O_EXCL, also on NFS), and only if the previous holder
-has released it, is dead on this machine, is an earlier incarnation of the same job (its scheduler has ended it), or has
-sent no heartbeat for STALE_SECONDS. A holder touches its file through its open descriptor only, so that one that lost
-the lease without knowing it changes nothing.
+lease by creating the next number, which only one process can do (a hard link, also on NFS; the file is whole from the
+moment it has its name), and only if the previous holder has released it, is dead on this machine, is an earlier
+incarnation of the same job (its scheduler has ended it), or has sent no heartbeat for STALE_SECONDS. A holder touches
+its file through its open descriptor only, so that one that lost the lease without knowing it changes nothing.
 
 A holder that was suspended or cut off from the file system finds its number gone when it returns, says so and exits at
 once. It cannot commit a checkpoint either: the new holder clears unfinished checkpoints (`folder.py`), so that the
@@ -171,11 +171,9 @@ def take(run: Path) -> Lease:
             if numbers:
                 _refuse_while_held(run, last, me)
             try:
-                descriptor = os.open(_path(run, last + 1), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+                descriptor = _create(_path(run, last + 1), me)
             except FileExistsError:
                 continue  # another process was faster: look again
-            os.write(descriptor, json.dumps(asdict(me), indent=2).encode())
-            os.fsync(descriptor)
             if _numbers(run)[-1] != last + 1:  # taken more than once since we looked
                 os.close(descriptor)
                 _path(run, last + 1).unlink()
@@ -187,6 +185,30 @@ def take(run: Path) -> Lease:
         raise UserError(
             f"cannot write the run folder '{run}': {error.strerror}; choose another with --folder"
         ) from error
+
+
+def _create(path: Path, me: Holder) -> int:
+    """Create the file of a lease; its descriptor. A process that is killed meanwhile leaves no lease behind."""
+    unnamed = path.with_name(f".{me.token}.new")
+    descriptor = _create_and_write(unnamed, me)
+    try:
+        os.link(unnamed, path)
+    except FileExistsError:
+        os.close(descriptor)
+        raise
+    except OSError:  # a file system without hard links
+        os.close(descriptor)
+        return _create_and_write(path, me)
+    finally:
+        unnamed.unlink(missing_ok=True)
+    return descriptor
+
+
+def _create_and_write(path: Path, me: Holder) -> int:
+    descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o644)
+    os.write(descriptor, json.dumps(asdict(me), indent=2).encode())
+    os.fsync(descriptor)
+    return descriptor
 
 
 def check_free(run: Path) -> None:

@@ -100,7 +100,7 @@ def _wait(processes: Processes, readers: list[_StderrReader]) -> int:
         codes = [process.poll() for process in processes]
         failed = [rank for rank, code in enumerate(codes) if code not in (None, 0, INTERRUPTED)]
         if failed:
-            cause = _find_cause(processes, failed[0])
+            cause = _find_cause(processes, failed)
             lines = readers[cause].last_lines()
             for reader in readers:
                 reader.echo = False
@@ -116,9 +116,10 @@ def _wait(processes: Processes, readers: list[_StderrReader]) -> int:
         time.sleep(POLL_SECONDS)
 
 
-def _find_cause(processes: Processes, first_failed: int) -> int:
-    """The rank that caused the failure: one that ended with a `UserError`, else the first that failed. A `UserError`
-    may take longer to end its process than the broken connections that follow from it."""
+def _find_cause(processes: Processes, failed: list[int]) -> int:
+    """The rank that caused the failure: one that ended with a `UserError`, else one of the first that failed; of these
+    one that was killed, because an error may follow from that at once. A `UserError` may take longer to end its process
+    than the broken connections that follow from it."""
     until = time.monotonic() + CAUSE_SECONDS
     while time.monotonic() < until:
         refused = [rank for rank, process in enumerate(processes) if process.poll() == USER_ERROR]
@@ -127,7 +128,7 @@ def _find_cause(processes: Processes, first_failed: int) -> int:
         if all(process.poll() is not None for process in processes):
             break
         time.sleep(POLL_SECONDS)
-    return first_failed
+    return next((rank for rank in failed if (processes[rank].poll() or 0) < 0), failed[0])
 
 
 # Cores: each rank gets its own, so that ranks do not push each other's threads from core to core.

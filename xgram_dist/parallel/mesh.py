@@ -95,7 +95,7 @@ def single_mesh(ranks: ProcessGroup | None = None) -> Mesh:
 def build_mesh(config: Config, world: ProcessGroup) -> Mesh:
     check_degrees(config, world.size)
     tensor, replicate = config.parallel.tensor, config.parallel.replicate
-    overlap = config.memory.overlap and config.memory.method != "vanilla"
+    overlap = config.memory.overlap
     if tensor == 1 and replicate == 1:
         mesh = single_mesh(world)
         return replace(mesh, exchange=_build_axis(world, [list(range(world.size))])) if overlap else mesh

@@ -358,7 +358,7 @@ def test_kernels_agree_with_themselves_and_a_wrong_one_fails():
     assert (fp32.status, bf16.status) == ("fail", "pass")
 
 
-CLIP, EXCHANGE = ("optim/clip.py", "clip_by_joint_norm"), ("tables/exchange.py", "give_back")
+CLIP, EXCHANGE = ("optim/clip.py", "clip_by_joint_norm"), ("tables/exchange_messages.py", "add_gradients")
 
 
 def waits_row(waits, *case, **keys):
@@ -369,7 +369,9 @@ def test_more_host_waits_than_meant_are_a_warning_that_names_them():
     assert waits_row([CLIP], "replicated", "fp32", False).status == "pass"
     row = waits_row([CLIP, CLIP, EXCHANGE], "replicated", "fp32", False)
     assert row.status == "warn"
-    assert row.found == "optim/clip.py clip_by_joint_norm, 1 a step; tables/exchange.py give_back, 1 a step"
+    assert (
+        row.found == "optim/clip.py clip_by_joint_norm, 1 a step; tables/exchange_messages.py add_gradients, 1 a step"
+    )
 
 
 def test_waits_that_a_placement_or_an_engine_needs_are_allowed():

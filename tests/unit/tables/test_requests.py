@@ -160,7 +160,7 @@ def test_as_many_threads_as_there_are_change_no_plan(ranks: int, monkeypatch: py
 
 
 def test_a_rank_that_owns_no_row_is_asked_for_none() -> None:
-    hashing = plan_ngram_hash(5, (2,), (0,), (2,))
+    hashing = plan_ngram_hash(5, (2,), (0,), [(2,)])
     tokens = [np.full((1, 1, 3), rank) for rank in range(4)]
     found = plan_all(hashing, NgramKeys(hashing, np.arange(5)), tokens, 1, False)
     keys = [[slow_keys(hashing, np.arange(5), of_rank)] for of_rank in tokens]
