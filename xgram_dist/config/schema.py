@@ -266,7 +266,7 @@ class MemoryConfig(Section):
     overlap: bool = False
     """Exchange vectors and gradients while the backbone computes, in messages by groups of layers. With `plan_ahead`,
     the vectors of the next step are sent before the backbone is updated. Results are the same bit for bit. Off by
-    default: it hides the exchange, but that a step is never slower has not been shown (docs/measurements.md)."""
+    default: over NCCL its messages have a communicator of their own, which has not met a GPU yet."""
 
 
 class OptimizerConfig(Section):
