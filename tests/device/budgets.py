@@ -56,10 +56,9 @@ TRAFFIC_GB: dict[str, float] = {
     "blocks": 1195.0,
     "extraction": 1012.0,
     "scatter": 11.6,
-    "exchange": 32.5,
+    "exchange": 20.8,
     "update": 40.5,
 }
-"""Of the exchange, 11 GB are copies between slabs and messages of groups of layers: the price of `memory.overlap`."""
 
 COMPILED_TRAFFIC_GB: dict[str, float] = {
     "block forward": 4.7,

@@ -191,8 +191,6 @@ def run_traffic(recipe: str, size: int, overrides: list[str], mutated: bool = Fa
         return working
 
     run.lookup.fetch = fetch_and_register  # type: ignore[method-assign]
-    run.step()  # the first one fetches its own vectors, and the next one's early
-    ledger.clear()
     traffic.enabled = True
     run.step()
     found = {"by_place": dict(traffic.by_place), "products": dict(traffic.products), "ledger": ledger.of("step")}
