@@ -1,6 +1,6 @@
 """A CUDA device on a machine without one: the compiled guard, stand-ins for `torch.cuda`, and the ledger.
 
-    build_guard()       host_cuda.cpp -> a shared library, compiled once per torch version (a few seconds)
+    build_guard()       host_cuda.cpp -> a shared library, compiled once per environment (a few seconds)
     load_guard()        loads it; before torch is imported, because torch looks for CUDA only once
     stub_torch_cuda()   replaces the functions of torch.cuda that would call the driver
     Ledger              what a run did that a GPU would notice: host waits, copies, collectives, faults
@@ -44,7 +44,9 @@ def build_guard() -> Path:
     assert spec is not None
     assert spec.origin is not None
     torch_folder = Path(spec.origin).parent  # without importing it
-    key = hashlib.sha256(SOURCE.read_bytes() + importlib.metadata.version("torch").encode()).hexdigest()[:16]
+    # It is loaded before torch and loads torch's libraries from this folder: one for each environment.
+    environment = f"{importlib.metadata.version('torch')} {torch_folder}"
+    key = hashlib.sha256(SOURCE.read_bytes() + environment.encode()).hexdigest()[:16]
     library = Path(tempfile.gettempdir()) / f"xgram-dist-{os.getuid()}" / f"host_cuda-{key}.so"
     if library.exists():
         return library
