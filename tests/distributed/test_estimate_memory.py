@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from ranks_helper import run_ranks
 from torch.utils._python_dispatch import TorchDispatchMode
-from train_helpers import small_config
+from train_helpers import apply_step, small_config
 
 import xgram_dist.tables.layout as layout_module
 from xgram_dist.config import load_config
@@ -245,7 +245,7 @@ def measure_case(world, overrides):
                     if done == 1 and step == steps:
                         found |= {"held": new_bytes(), "working": working_bytes(working)}
                 found["returning"] = return_bytes(lookup, working)
-            optimizer.step(step, torch.zeros(()))
+            apply_step(optimizer, step, torch.zeros(()))
         found["moved"] = moved.bytes
         del working, window, windows
     lookup.close()

@@ -41,15 +41,9 @@ class JointOptimizer:
         self.config, self.engine, self.mesh = config, engine, mesh
         self.shards = shards_of(lookup)
 
-    def step(self, step: int, loss: Tensor) -> StepOutcome:
-        """Clip by the joint norm and update. Where the norm or the loss is not finite, nothing changes."""
-        outcome = self.clip(loss)
-        self.update_tables(step, outcome)
-        self.update_backbone(step, outcome)
-        return outcome
-
     @torch.no_grad()
     def clip(self, loss: Tensor) -> StepOutcome:
+        """By the joint norm. Where it or the loss is not finite, or a spike, the updates below change nothing."""
         squares: Any = torch.zeros((), device=loss.device)
         if self.shards is not None:
             squares = self.mesh.world.all_reduce_sum(to_device(self.shards.gradient_square_sum(), loss.device))

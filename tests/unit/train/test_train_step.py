@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from tiny_models import table_tensors
-from train_helpers import read_metrics, saved_weights, small_config
+from train_helpers import apply_step, read_metrics, saved_weights, small_config
 
 from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cli.main import main
@@ -92,7 +92,7 @@ def test_the_update_is_clipped_by_the_joint_norm_of_backbone_and_tables(
     joint = math.sqrt(sum(squares.values()))
     backbone = math.sqrt(sum(square for name, square in squares.items() if not name.startswith("layers.")))
     assert joint > 1.002 * backbone  # or the test could not tell the two apart
-    norm, _, counted = trainer.optimizer.step(1, torch.zeros(()))
+    norm, _, counted = apply_step(trainer.optimizer, 1, torch.zeros(()))
     assert counted
     assert float(norm) == pytest.approx(joint, rel=1e-5)
     factor = min(1.0, limit / joint) if limit else 1.0
@@ -108,7 +108,7 @@ def test_the_update_is_clipped_by_the_joint_norm_of_backbone_and_tables(
 def test_a_step_leaves_no_gradient_behind(data: Path, tmp_path: Path) -> None:
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
-    trainer.optimizer.step(1, torch.zeros(()))
+    apply_step(trainer.optimizer, 1, torch.zeros(()))
     assert isinstance(trainer.lookup, ShardedTables)
     assert all(value.grad is None for value in trainer.engine.model.parameters())
     assert all(state.gradient is None for state in trainer.lookup.shards)
@@ -174,7 +174,7 @@ def test_a_skipped_step_leaves_the_optimizer_as_it_was(
     poison(monkeypatch, {1}, "rows", math.nan)
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
-    norm, _, counted = trainer.optimizer.step(1, torch.zeros(()))
+    norm, _, counted = apply_step(trainer.optimizer, 1, torch.zeros(()))
     assert math.isnan(float(norm))
     assert not counted
     assert trainer.engine.step_count == 0
@@ -188,7 +188,7 @@ def test_a_loss_that_is_not_finite_is_skipped_even_when_every_gradient_is(data: 
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
     before = weights_of(trainer)
-    norm, _, counted = trainer.optimizer.step(1, torch.tensor(math.inf))
+    norm, _, counted = apply_step(trainer.optimizer, 1, torch.tensor(math.inf))
     assert math.isfinite(float(norm))
     assert not counted
     after = weights_of(trainer)

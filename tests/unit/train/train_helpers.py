@@ -10,6 +10,8 @@ from torch import Tensor
 from xgram_dist.checkpoint.folder import checkpoints_at
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.config import Config, build_config
+from xgram_dist.optim.clip import StepOutcome
+from xgram_dist.train.step import JointOptimizer
 
 VOCABULARY, LAYERS, WIDTH, FFN, KV_WIDTH, LENGTH = 320, 2, 32, 48, 16, 32
 ROWS = 160
@@ -76,3 +78,11 @@ def saved_weights(run: Path) -> dict[str, Tensor]:
 
 def _refuse(constant: str) -> None:
     raise AssertionError(f"{constant} is not JSON")
+
+
+def apply_step(optimizer: JointOptimizer, step: int, loss: Tensor) -> StepOutcome:
+    """Clip and update, as `train_step` does after the last backward pass."""
+    outcome = optimizer.clip(loss)
+    optimizer.update_tables(step, outcome)
+    optimizer.update_backbone(step, outcome)
+    return outcome
