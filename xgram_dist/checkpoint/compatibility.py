@@ -71,6 +71,8 @@ def check_tables(folder: Path, facts: dict[str, Any], tables: TableShards | None
             f"'{folder}' was saved with the table optimizer '{saved}', this run has '{current}'; set "
             f"memory.optimizer={saved}"
         )
+    if tables is not None and tables.counts_updates and not saved_config(folder, facts).memory.count_updates:
+        raise UserError(f"'{folder}' was saved without counts of updates; set memory.count_updates=false, {new_run}")
     digest = None if routing is None else routing.sha256()
     if facts["routing"] != digest:
         if facts["routing"] is None or digest is None:

@@ -63,7 +63,7 @@ def _group_name(name: str) -> str:
         site, view, kind, state = match.groups()
         return f"tables {site}.{view} {kind}{' optimizer' if state else ''}"
     if match := _VIEW.match(name):
-        return f"view {match[1]}: hits and steps of rows"
+        return f"view {match[1]}: hits, updates and steps of rows"
     if name.startswith("row_ids."):
         return "row ids"
     return "random generators" if name.startswith("rng.") else "other"

@@ -254,6 +254,8 @@ class MemoryConfig(Section):
     """Optimizer of the tables. dense and catch_up are both exact AdamW: dense sweeps over all rows, catch_up updates
     the rows hit in a step and applies the steps they missed. lazy is AdamW that skips rows without a hit. adagrad is
     row-wise Adagrad. auto is dense or catch_up, by the share of rows a step is expected to hit."""
+    count_updates: bool = False
+    """Count the updates of every row, for `diagnose`; without it, their number is estimated from token frequencies."""
     placement: Literal["device", "host"] = "device"
     """Memory tier of rows and optimizer state. The working set is always on the device."""
     window: Literal["step"] | Positive | Bytes = "step"

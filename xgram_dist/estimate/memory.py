@@ -15,7 +15,7 @@ from xgram_dist.model.methods.base import method_of
 from xgram_dist.tables.layout import site_width
 
 Phase = Literal["step", "compute", "reduce", "exchange"]
-INT64 = 8
+INT32, INT64 = 4, 8
 
 
 @dataclass(frozen=True)

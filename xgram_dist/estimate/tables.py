@@ -12,7 +12,7 @@ from xgram_dist.estimate.comm import FP32, Axes, Message, ring_message
 from xgram_dist.estimate.device_traffic import exchange_bytes
 from xgram_dist.estimate.exchange import WIRE_BYTES
 from xgram_dist.estimate.flops import num_row_gates
-from xgram_dist.estimate.memory import INT64, Allocation
+from xgram_dist.estimate.memory import INT32, INT64, Allocation
 from xgram_dist.estimate.traffic import Traffic, plan_window_sizes
 from xgram_dist.model.methods.base import method_of, table_layout
 from xgram_dist.tables.exchange_plan import ID_BYTES
@@ -78,8 +78,10 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     vectors_held = distinct
     if in_place:  # rows of this rank that any rank reads, and vectors from the others
         vectors_held = hit_rows + (1 - 1 / axes.data) * distinct
+    counters = INT32 * len(slabs) if config.memory.count_updates else 0
     allocations = [
-        Allocation("tables", FP32 * rows * width + rows * (INT64 + len(slabs)), host=host),  # global row ids, hit flags
+        # with global row ids, hit flags, counters of updates
+        Allocation("tables", FP32 * rows * width + rows * (INT64 + len(slabs) + counters), host=host),
         Allocation("row_gates", FP32 * rows * gates, host=host),
         *_optimizer_allocations(config, optimizer, rows, hit_rows, len(window_sizes), axes.tensor, in_place),
         Allocation("working_set", 2 * FP32 * vectors_held * _working_set_width(config, axes.tensor)),

@@ -65,6 +65,8 @@ class Shard:
         tensor_group: ProcessGroup,
         settings: TableOptimizerSettings,
         num_vip: int,
+        *,
+        count_updates: bool = False,
     ):
         """`row_ids`: global id of each row, ascending. `tensor_group`: the ranks that hold the other columns of these
         rows, for tensors on the device of the rows; gates are the same on all of them. `num_vip`: how many of the first
@@ -72,6 +74,8 @@ class Shard:
         self.slab, self.row_ids, self.rows, self.gates, self.tensor_group = slab, row_ids, rows, gates, tensor_group
         self.hit = torch.zeros(len(row_ids), dtype=torch.bool, device=rows.device)
         """Rows that training has touched so far."""
+        self.updates = torch.zeros(len(row_ids), dtype=torch.int32, device=rows.device) if count_updates else None
+        """Steps that updated each row."""
         self.row_optimizer: RowOptimizer = settings.build(rows, self.widths, num_vip, tensor_group)
         self.gate_optimizer = None if gates is None else settings.build_for_gates(gates)
         self.step: StepRows | None = None
@@ -139,6 +143,8 @@ class Shard:
             state.rows |= {f"{view}.{kind}.{key}": tensor for key, tensor in kept.rows.items()}
             state.replicated |= {f"{view}.{kind}.{key}": tensor for key, tensor in kept.replicated.items()}
         state.rows[f"{view}.hit"] = self.hit
+        if self.updates is not None:
+            state.rows[f"{view}.updates"] = self.updates
         return state
 
     def load_replicated(self, saved: dict[str, Tensor]) -> None:
@@ -218,6 +224,9 @@ class StepRows(ABC):
         """One optimizer step on the touched rows and gates."""
         if self.gradient is not None:
             self._apply(self.gradient, rates)
+            if self.shard.updates is not None:  # touched rows are distinct
+                touched_R = self.gradient.touched_R
+                self.shard.updates.index_add_(0, touched_R, self.shard.updates.new_ones(()).expand(len(touched_R)))
         self.shard.step = None
 
     @abstractmethod
@@ -300,7 +309,7 @@ class TableShards:
         row_ids = torch.tensor(sharding.rows_of(mesh.data.rank), device=device, dtype=torch.int64)
         num_vip = int((row_ids < routing.vip_rows).sum()) if routing is not None else 0
         self.sharding, self.settings, self.num_vip = sharding, settings, num_vip
-        self.num_rows = len(sharding.owner)
+        self.num_rows, self.counts_updates = len(sharding.owner), config.memory.count_updates
         self._tensor_size = mesh.tensor.size
         gated = config.memory.row_gates and config.memory.compression < 1
         self._shards: list[Shard] = []
@@ -310,7 +319,17 @@ class TableShards:
             gates = None
             if gated:
                 gates = torch.full((len(row_ids), len(slab.tables)), config.memory.row_gate_init, device=device)
-            self._shards.append(Shard(slab, row_ids, rows, gates, tensor_group, settings, num_vip))
+            shard = Shard(
+                slab,
+                row_ids,
+                rows,
+                gates,
+                tensor_group,
+                settings,
+                num_vip,
+                count_updates=config.memory.count_updates,
+            )
+            self._shards.append(shard)
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)

@@ -13,7 +13,7 @@ from inference_helpers import recipe, trained
 from train_helpers import read_metrics, small_config
 
 from xgram_dist.analysis.diagnose.measure import measure, open_checkpoint
-from xgram_dist.analysis.diagnose.row_statistics import exact_percentiles, hit_concentration, update_shares
+from xgram_dist.analysis.diagnose.row_statistics import exact_percentiles, expected_update_shares, hit_concentration
 from xgram_dist.cli.main import main
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.loader import validation_batches
@@ -132,7 +132,7 @@ def test_rows_updated_and_hit(tree: dict[str, Any], run: Path, data: Path) -> No
 def test_rows_hit_without_hashing_are_the_tokens_themselves() -> None:
     frequency = np.array([0.4, 0.3, 0.1, *[0.2 / 17] * 17])
     assert hit_concentration(frequency, None)["hottest"] == pytest.approx({"0.001": 0.4, "0.01": 0.4, "0.1": 0.7})
-    assert update_shares(frequency, None, 20, 100, [1, 25])["more_than"] == pytest.approx({"1": 1.0, "25": 0.1})
+    assert expected_update_shares(frequency, None, 20, 100, [1, 25]) == pytest.approx({"1": 1.0, "25": 0.1})
 
 
 def test_percentiles_are_numpys() -> None:

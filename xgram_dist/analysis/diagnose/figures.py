@@ -246,7 +246,8 @@ def _updates(axes: Any, trees: list[Tree]) -> None:
         shares = tree["figures"]["updates"]["more_than"]
         axes.plot([int(n) for n in shares], [100 * v for v in shares.values()], marker="o", label=_label(tree))
     axes.set_xscale("log")
-    axes.set_xlabel("updates N (expected)")
+    counted = all(tree["figures"]["updates"].get("counted") for tree in trees)
+    axes.set_xlabel("updates N" if counted else "updates N (expected)")
     axes.set_ylabel("rows with more than N (%)")
     axes.set_title("Rows with more than N updates")
 

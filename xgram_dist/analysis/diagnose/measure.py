@@ -19,7 +19,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xgram_dist.analysis.diagnose.row_statistics import RowMovement, hit_concentration, update_shares
+from xgram_dist.analysis.diagnose.row_statistics import (
+    RowMovement,
+    counted_update_shares,
+    expected_update_shares,
+    hit_concentration,
+)
 from xgram_dist.checkpoint.folder import checkpoints_at
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.config import Config
@@ -289,15 +294,22 @@ def _row_hits(checkpoint: LoadedCheckpoint, frequencies: NDArray[np.float64], so
 def _updates(
     checkpoint: LoadedCheckpoint, frequencies: NDArray[np.float64], source: str, thresholds: list[int]
 ) -> Figures:
-    refused = _not_read_by_token(checkpoint)
-    if refused is not None:
-        return refused
-    if source == SAMPLE:
-        return not_applicable("the data set has no token counts (counts.npz)")
+    """`more_than`: counted if the run counted, else `expected`, which only rows read by token have."""
+    if checkpoint.shards is None:
+        return not_applicable(f"{checkpoint.config.memory.method} trains no tables")
     tokens = checkpoint.saved.facts["loader"]["position"] * checkpoint.config.model.sequence_length
-    assert checkpoint.shards is not None
     rows = checkpoint.shards[0].slab.rows
-    return {"frequencies": source, **update_shares(frequencies, checkpoint.saved.routing, rows, tokens, thresholds)}
+    figures: Figures = {"counted": checkpoint.config.memory.count_updates, "tokens": tokens, "rows": rows}
+    refused = _not_read_by_token(checkpoint)
+    if refused is None and source == SAMPLE:
+        refused = not_applicable("the data set has no token counts (counts.npz)")
+    if refused is None:
+        expected = expected_update_shares(frequencies, checkpoint.saved.routing, rows, tokens, thresholds)
+        figures |= {"frequencies": source, "expected": expected}
+    if figures["counted"]:
+        counts = [checkpoint.saved.tensor(f"tables.view-{shard.slab.view}.updates") for shard in checkpoint.shards]
+        return figures | {"more_than": counted_update_shares(counts, thresholds)}
+    return refused or figures | {"more_than": figures["expected"]}
 
 
 def _not_read_by_token(checkpoint: LoadedCheckpoint) -> Figures | None:

@@ -1,8 +1,9 @@
 """Statistics of table rows: concentration of hits, rows with more than N updates, movement since initialisation.
 
-Hits and updates follow from token frequencies and routing alone. A hit is a read of a row by a path of a token
-(tables/frequencies.py). The expected updates of a row are, as in the paper, the tokens trained on times the probability
-that a token reads the row.
+Hits follow from token frequencies and routing alone. A hit is a read of a row by a path of a token
+(tables/frequencies.py). Updates are counted where the run counted them (`memory.count_updates`): a step updates a row
+once, however often it reads it. The expected updates of a row are, as in the paper, the tokens trained on times the
+probability that a token reads the row: its hits.
 
 The movement of a row is m = |row - initial row| / |initial row|. Of each table: the coefficient of variation
 (std / mean) and the gap p75 / p25 between strong and weak rows, over the rows that some token reads; of all tables the
@@ -33,17 +34,19 @@ def hit_concentration(frequencies: NDArray[np.float64], routing: Routing | None)
     return {"hottest": {part: float(np.mean([view[part] for view in views])) for part in views[0]}, "by_view": views}
 
 
-def update_shares(
+def counted_update_shares(updates: list[Tensor], thresholds: list[int]) -> dict[str, float]:
+    """For each threshold N, the share of rows with more than N updates; mean over views. `updates`: of each view's
+    rows."""
+    return {str(n): float(np.mean([float((one > n).double().mean()) for one in updates])) for n in thresholds}
+
+
+def expected_update_shares(
     frequencies: NDArray[np.float64], routing: Routing | None, num_rows: int, tokens: int, thresholds: list[int]
-) -> dict[str, Any]:
+) -> dict[str, float]:
     """For each threshold N, the share of rows with more than N expected updates after `tokens`; mean over views."""
     views = range(1 if routing is None else routing.num_views)
     expected = [tokens * row_probabilities(frequencies, routing, view, num_rows) for view in views]
-    return {
-        "tokens": tokens,
-        "rows": num_rows,
-        "more_than": {str(n): float(np.mean([(one > n).mean() for one in expected])) for n in thresholds},
-    }
+    return {str(n): float(np.mean([(one > n).mean() for one in expected])) for n in thresholds}
 
 
 PERCENTILES = (5, 25, 50, 75, 95)
