@@ -20,6 +20,8 @@ REPORT_EXAMPLES = """
 COMPARE_EXAMPLES = """
   xgram-dist compare recipes/tiny/vanilla.yaml recipes/tiny/xgram.yaml --seeds 0,1,2 --steps 180 --ranks 2
   xgram-dist compare recipes/tiny/vanilla.yaml recipes/tiny/xgram.yaml --out runs/wide model.width=256
+  xgram-dist compare recipes/ablations/overall/*.yaml --scale recipes/text/scale.yaml --seeds 0,1,2 --at-once 2
+  xgram-dist compare recipes/text/vanilla.yaml recipes/text/ple.yaml --tune memory.learning_rate.multiplier=1,3,10,30
   xgram-dist compare recipes/0.73b/vanilla.yaml recipes/0.73b/xgram-1x-50.yaml --seeds 0,1 --slurm --nodes 2
 """
 DIAGNOSE_EXAMPLES = """
@@ -88,6 +90,20 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seeds", default="0", metavar="S,...", help="train every recipe with each seed (default 0)")
     parser.add_argument("--steps", type=int, metavar="N", help="steps of every run (default: each recipe's own)")
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine (default 1)")
+    parser.add_argument(
+        "--at-once", type=int, default=1, metavar="N", help="train N runs at once, each on its part of the cores"
+    )
+    parser.add_argument(
+        "--scale",
+        metavar="RECIPE",
+        help="take all but name and memory from this recipe (recipes/text/scale.yaml)",
+    )
+    parser.add_argument(
+        "--tune",
+        metavar="KEY=V,V,...",
+        help="first train every recipe that has the key with each value, on the first seed; go on with the best",
+    )
+    parser.add_argument("--tune-steps", type=int, metavar="N", help="steps of these runs (default: --steps)")
     parser.add_argument("--out", default="runs/compare", metavar="DIR", help="runs and results (default runs/compare)")
     parser.add_argument(
         "--baseline", metavar="NAME", help="recipe the others are compared with (default: one without tables)"
@@ -109,15 +125,44 @@ def add_compare_arguments(parser: argparse.ArgumentParser) -> None:
 def run_compare(args: argparse.Namespace) -> int:
     from xgram_dist.analysis.compare.runs import ComparisonState, parse_seeds, plan_runs
 
-    require_at_least(args, 1, "ranks", "sequences")
+    require_at_least(args, 1, "ranks", "sequences", "at_once")
     words = [*args.words, *args.overrides]
     recipes, overrides = [word for word in words if "=" not in word], [word for word in words if "=" in word]
-    comparison = plan_runs(recipes, overrides, parse_seeds(args.seeds), args.steps, args.baseline)
+    seeds = parse_seeds(args.seeds)
+    comparison = plan_runs(recipes, overrides, seeds, args.steps, args.baseline, args.scale)
     state = ComparisonState(Path(args.out))
+    if args.tune:
+        tuned = _tune(args, recipes, overrides, seeds[0])
+        if tuned is None:
+            return 130
+        comparison = plan_runs(recipes, overrides, seeds, args.steps, args.baseline, args.scale, tuned)
     state.check(comparison)
     code = _train_and_diagnose(args, comparison, state)
     _write_results(args, comparison, state)
     return code
+
+
+def _tune(args: argparse.Namespace, recipes: list[str], overrides: list[str], seed: int) -> dict[str, str] | None:
+    """The override that suits each recipe best, by name; None if stopped."""
+    from xgram_dist.analysis.compare import tune
+    from xgram_dist.analysis.compare.execute import train_all
+    from xgram_dist.analysis.compare.runs import ComparisonState
+    from xgram_dist.console import print_table
+
+    if args.slurm:
+        raise UserError("--tune trains on this machine; leave out --slurm, or submit a --sweep")
+    tuning = tune.parse_tuning(args.tune)
+    plan = tune.plan_tuning(recipes, overrides, tuning, seed, args.tune_steps or args.steps, args.scale)
+    state = ComparisonState(Path(args.out) / tune.FOLDER)
+    state.check(plan)
+    if not args.no_train:
+        _check_runs(plan, args.ranks)
+        if train_all(plan, state, args.ranks, _log, lambda: None, at_once=args.at_once) == 130:
+            return None
+    tuned = tune.read_tuned(recipes, overrides, tuning, plan, state, args.scale)
+    if not args.json:
+        print_table(*tune.table(tuning, tuned))
+    return {name: tuning.override(one.best) for name, one in tuned.items()}
 
 
 def _train_and_diagnose(args: argparse.Namespace, comparison: "Comparison", state: "ComparisonState") -> int:
@@ -134,17 +179,26 @@ def _train_and_diagnose(args: argparse.Namespace, comparison: "Comparison", stat
         for run in submit_all(comparison, state, load_site(args.site), args.nodes, **options):
             _log(f"{run['run']}: job {run['job']}, {run['state']}: {run['folder']}")
         return 0
+    _check_runs(comparison, args.ranks)
+
+    def write() -> None:
+        _write_results(args, comparison, state, quiet=True)
+
+    code = train_all(comparison, state, args.ranks, _log, write, at_once=args.at_once)
+    if code == 130 or args.no_diagnose:
+        return code
+    return diagnose_all(comparison, state, args.ranks, args.sequences, _log, at_once=args.at_once) or code
+
+
+def _check_runs(comparison: "Comparison", ranks: int) -> None:
+    """All are checked before the first is trained."""
     from xgram_dist.config.validate import accumulation, check_degrees
     from xgram_dist.model.methods.base import check_files
 
-    for planned in comparison.runs:  # all are checked before the first is trained
+    for planned in comparison.runs:
         check_files(planned.config)
-        check_degrees(planned.config, args.ranks)
-        accumulation(planned.config, args.ranks // planned.config.parallel.tensor)
-    code = train_all(comparison, state, args.ranks, _log, lambda: _write_results(args, comparison, state, quiet=True))
-    if code == 130 or args.no_diagnose:
-        return code
-    return diagnose_all(comparison, state, args.ranks, args.sequences, _log) or code
+        check_degrees(planned.config, ranks)
+        accumulation(planned.config, ranks // planned.config.parallel.tensor)
 
 
 def _write_results(

@@ -71,9 +71,15 @@ for _class in (_Loader, _Dumper):
     )
 
 
-def load_config(recipe: str | Path, overrides: list[str] | None = None) -> Config:
-    """The config of a recipe file; each override is `key.subkey=value` with a YAML value."""
+def load_config(recipe: str | Path, overrides: list[str] | None = None, scale: str | Path | None = None) -> Config:
+    """The config of a recipe file; each override is `key.subkey=value` with a YAML value. `scale`: a recipe that
+    replaces everything but `name` and `memory`, with whose keys of `memory` its own merge."""
     tree = read_tree(Path(recipe), "recipe")
+    if scale is not None:
+        tree = {
+            **_merge({"memory": tree.get("memory", {})}, read_tree(Path(scale), "recipe")),
+            "name": tree.get("name"),
+        }
     for override in overrides or []:
         _apply_override(tree, override)
     for old, new in RENAMED_KEYS.items():

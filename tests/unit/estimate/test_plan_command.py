@@ -139,6 +139,7 @@ def test_the_ablations_are_those_of_the_paper() -> None:
     count = {
         folder.name: len([path for path in folder.glob("*.yaml") if path.stem != "base"])
         for folder in (RECIPES / "ablations").iterdir()
+        if folder.is_dir()
     }
     assert count == {"overall": 7, "hashing": 5, "shortconv": 6, "sites": 7, "layers": 20, "mixes": 13}
     load = {path.stem: load_config(path) for path in (RECIPES / "ablations").rglob("*.yaml") if path.stem != "base"}

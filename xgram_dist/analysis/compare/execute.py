@@ -1,14 +1,17 @@
-"""Executes the runs of a comparison: one after the other on this machine, or as Slurm jobs.
+"""Executes the runs of a comparison: one or a few at once on this machine, or as Slurm jobs.
 
 On this machine each run is a process of its own, and one progress bar covers all. With Slurm, runs that were never
 submitted become one job array; runs whose job has ended are submitted again one by one.
 """
 
+import os
 import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +27,8 @@ from xgram_dist.console import Progress
 STOPPED = 130
 _STEP = re.compile(r"^step +(\d+)/\d+ ")
 
-Command = Callable[[list[str], Path, Callable[[str], None]], tuple[int, str]]
+OnLine = Callable[[str], None]
+Command = Callable[[list[str], Path, OnLine], tuple[int, str]]
 """(arguments of `xgram-dist`, log file, called with each line of output) -> (exit code, last line)"""
 
 
@@ -35,20 +39,22 @@ def train_all(
     say: Callable[[str], None],
     done: Callable[[], None],
     command: Command | None = None,
+    at_once: int = 1,
 ) -> int:
     """Train the incomplete runs in order, `done` after each. Exit code: 0, 1 if a run failed, 130 if stopped."""
-    command = command or run_command
     waiting = [run for run in comparison.runs if not state.complete(run)]
     say(f"{len(comparison.runs)} runs, {len(comparison.runs) - len(waiting)} of them complete: {state.out}")
     if not waiting:
         return 0
     failures = 0
     with Progress(sum(_remaining_steps(run, state) for run in waiting), "steps", "comparing") as progress:
-        for run in waiting:
-            start = _newest_step(run, state)
-            say(f"{run.key}: " + (f"resuming after step {start}" if start else "training"))
-            steps = _StepCounter(start, progress, run.key)
-            code, last_line = command(_train_arguments(run, state, ranks), state.log(run), steps.on_line)
+
+        def start(run: PlannedRun) -> tuple[list[str], OnLine]:
+            first = _newest_step(run, state)
+            say(f"{run.key}: " + (f"resuming after step {first}" if first else "training"))
+            return _train_arguments(run, state, ranks), _StepCounter(first, progress, run.key).on_line
+
+        for run, code, last_line in _execute(waiting, start, state, command, at_once):
             if code == STOPPED:
                 say("stopped; run the same command again to resume")
                 return STOPPED
@@ -69,15 +75,17 @@ def diagnose_all(
     sequences: int,
     say: Callable[[str], None],
     command: Command | None = None,
+    at_once: int = 1,
 ) -> int:
     """Diagnose the complete runs whose last step has no figures yet."""
-    command = command or run_command
     waiting = [run for run in comparison.runs if state.complete(run) and not _has_figures(run, state)]
     with Progress(len(waiting), "runs", "diagnosing") as progress:
-        for run in waiting:
+
+        def start(run: PlannedRun) -> tuple[list[str], OnLine]:
             arguments = ["diagnose", str(state.folder(run)), "--sequences", str(sequences), "--no-pictures"]
-            arguments += ["--ranks", str(ranks)] if ranks > 1 else []
-            code, last_line = command(arguments, state.log(run), lambda line: None)
+            return arguments + (["--ranks", str(ranks)] if ranks > 1 else []), lambda line: None
+
+        for run, code, last_line in _execute(waiting, start, state, command, at_once):
             if code == STOPPED:
                 return STOPPED
             if code:
@@ -86,39 +94,91 @@ def diagnose_all(
     return 0
 
 
-def run_command(arguments: list[str], log: Path, on_line: Callable[[str], None]) -> tuple[int, str]:
-    """`xgram-dist ARGUMENTS` in a process of its own. Signals are forwarded to it, so that it saves and ends."""
-    log.parent.mkdir(parents=True, exist_ok=True)
-    process = subprocess.Popen(
-        [sys.executable, "-m", "xgram_dist", *arguments],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        errors="replace",
-        start_new_session=True,  # so that a signal of the terminal reaches it once, forwarded
-    )
-    previous: dict[int, Any] = {
-        number: signal.signal(number, lambda received, _: process.send_signal(received))
-        for number in (signal.SIGINT, signal.SIGTERM)
-    }
-    last = ""
-    try:
-        assert process.stdout is not None
-        with log.open("a", encoding="utf-8") as file:
-            file.write(f"== xgram-dist {' '.join(arguments)}\n")
-            for line in process.stdout:
-                file.write(line)
-                file.flush()
-                last = line.strip() or last
-                on_line(line)
-        code = process.wait()
-        return (STOPPED if code in (-signal.SIGINT, -signal.SIGTERM) else code), last
-    finally:
-        if process.poll() is None:
+def _execute(
+    runs: list[PlannedRun],
+    start: Callable[[PlannedRun], tuple[list[str], OnLine]],
+    state: ComparisonState,
+    command: Command | None,
+    at_once: int,
+) -> Iterator[tuple[PlannedRun, int, str]]:
+    """(run, exit code, last line) as runs end. `start`: called when a run's turn comes; the arguments of its command.
+    None is started after one was stopped."""
+    with Processes(threads=max(1, (os.cpu_count() or 1) // at_once) if at_once > 1 else None) as processes:
+        command = command or processes.run
+
+        def execute(run: PlannedRun) -> tuple[PlannedRun, int, str]:
+            if processes.stopped.is_set():
+                return run, STOPPED, ""
+            arguments, on_line = start(run)
+            code, last = command(arguments, state.log(run), on_line)
+            if code == STOPPED:
+                processes.stopped.set()
+            return run, code, last
+
+        if at_once == 1:
+            yield from map(execute, runs)
+            return
+        with ThreadPoolExecutor(at_once) as pool:
+            for future in as_completed([pool.submit(execute, run) for run in runs]):
+                yield future.result()
+
+
+class Processes:
+    """`xgram-dist` commands in processes of their own, from several threads. Signals are forwarded to all of them, so
+    that they save and end. Made and left on the main thread."""
+
+    def __init__(self, threads: int | None):
+        """`threads`: of each process; None: as many as it would take."""
+        self._environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+        self._running: set[subprocess.Popen[str]] = set()
+        self._previous: dict[int, Any] = {}
+        self.stopped = threading.Event()
+        """Set by a signal."""
+
+    def __enter__(self) -> "Processes":
+        self._previous = {n: signal.signal(n, self._forward) for n in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        for process in list(self._running):
             process.kill()
-            process.wait()
-        for number, handler in previous.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _forward(self, number: int, frame: Any) -> None:
+        self.stopped.set()
+        for process in list(self._running):
+            process.send_signal(number)
+
+    def run(self, arguments: list[str], log: Path, on_line: OnLine) -> tuple[int, str]:
+        log.parent.mkdir(parents=True, exist_ok=True)
+        process = subprocess.Popen(
+            [sys.executable, "-m", "xgram_dist", *arguments],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            errors="replace",
+            env=self._environment,
+            start_new_session=True,  # so that a signal of the terminal reaches it once, forwarded
+        )
+        self._running.add(process)
+        last = ""
+        try:
+            assert process.stdout is not None
+            with log.open("a", encoding="utf-8") as file:
+                file.write(f"== xgram-dist {' '.join(arguments)}\n")
+                for line in process.stdout:
+                    file.write(line)
+                    file.flush()
+                    last = line.strip() or last
+                    on_line(line)
+            code = process.wait()
+            return (STOPPED if code in (-signal.SIGINT, -signal.SIGTERM) else code), last
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.wait()
+            self._running.discard(process)
 
 
 class _StepCounter:

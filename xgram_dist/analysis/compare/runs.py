@@ -4,6 +4,7 @@
     OUT/recipes/          the resolved recipe of each run
     OUT/runs/             a run folder each; array-N/ holds runs that were submitted together
     OUT/logs/             the output of each run
+    OUT/tune/             with --tune: runs that choose a value for each recipe
     OUT/compare.html, compare.md, results.json
 
 A run is complete when its metrics say so, and is then never repeated. An incomplete run resumes from its checkpoint.
@@ -11,6 +12,7 @@ A run is complete when its metrics say so, and is then never repeated. An incomp
 
 import json
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -60,10 +62,17 @@ def parse_seeds(text: str) -> tuple[int, ...]:
 
 
 def plan_runs(
-    recipes: list[str], overrides: list[str], seeds: tuple[int, ...], steps: int | None, baseline: str | None
+    recipes: list[str],
+    overrides: list[str],
+    seeds: tuple[int, ...],
+    steps: int | None,
+    baseline: str | None,
+    scale: str | None = None,
+    tuned: Mapping[str, str] | None = None,
 ) -> Comparison:
     """`steps`: of every run; None: each recipe's own. `baseline`: a recipe's name; None: the first recipe without
-    tables, else the first."""
+    tables, else the first. `scale`: a recipe that replaces everything but name and memory. `tuned`: an override for
+    some recipes, by name."""
     if not recipes:
         raise UserError("give at least one recipe, for example recipes/tiny/vanilla.yaml recipes/tiny/xgram.yaml")
     if steps is not None and steps < 1:
@@ -74,7 +83,7 @@ def plan_runs(
             raise UserError(
                 f"override '{override}': in a comparison {key} comes from {SET_BY_COMPARE[key]}; remove the override"
             )
-    configs = [load_recipe(recipe, overrides) for recipe in recipes]
+    configs = [load_recipe(recipe, overrides, scale) for recipe in recipes]
     labels = [config.name for config in configs]
     for label in labels:
         if labels.count(label) > 1:
@@ -83,24 +92,28 @@ def plan_runs(
         baseline = next((c.name for c in configs if method_of(c).backbone_only), labels[0])
     if baseline not in labels:
         raise UserError(f"--baseline {baseline} is none of the recipes: {', '.join(labels)}")
+    tuned = tuned or {}
     runs = [
-        PlannedRun(config.name, seed, _config(recipe, config, overrides, seed, steps))
+        plan_run(recipe, label, [*overrides, *([tuned[label]] if label in tuned else [])], seed, steps, scale)
         for seed in seeds
-        for recipe, config in zip(recipes, configs, strict=True)
+        for recipe, label in zip(recipes, labels, strict=True)
     ]
     return Comparison(tuple(runs), tuple(labels), seeds, baseline)
 
 
-def _config(recipe: str, config: Config, overrides: list[str], seed: int, steps: int | None) -> Config:
+def plan_run(
+    recipe: str, label: str, overrides: list[str], seed: int, steps: int | None, scale: str | None
+) -> PlannedRun:
+    config = load_recipe(recipe, overrides, scale)
     steps = steps or config.train.steps
-    ours = [f"name={config.name}-seed-{seed}", f"train.seed={seed}", f"train.steps={steps}"]
+    ours = [f"name={label}-seed-{seed}", f"train.seed={seed}", f"train.steps={steps}"]
     given = {override.partition("=")[0] for override in overrides}
     if "train.validate_every" not in given:
         ours.append(f"train.validate_every={max(1, steps // VALIDATIONS)}")
     saves = config.checkpoint.every or config.checkpoint.minutes
     if not saves and not given & {"checkpoint.every", "checkpoint.minutes"}:
         ours.append(f"checkpoint.minutes={float(CHECKPOINT_MINUTES)}")
-    return load_recipe(recipe, [*overrides, *ours])
+    return PlannedRun(label, seed, load_recipe(recipe, [*overrides, *ours], scale))
 
 
 FILE = "compare.json"

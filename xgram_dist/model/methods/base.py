@@ -323,9 +323,9 @@ def check_method(config: Config) -> None:
     method.check()
 
 
-def load_recipe(path: str | Path, overrides: list[str] | None = None) -> Config:
+def load_recipe(path: str | Path, overrides: list[str] | None = None, scale: str | Path | None = None) -> Config:
     """`config.load_config`, and the checks of the recipe's method."""
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, scale)
     check_method(config)
     return config
 
