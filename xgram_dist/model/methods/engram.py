@@ -40,8 +40,8 @@ from xgram_dist.tables.working_set import Lookup
 
 MIN_SCORE = 1e-6
 """Of a score before its root, whose slope is unbounded at zero."""
-MAX_ROWS = 2**31 - 2**20
-"""Keys are int32; some room is left for the padding of primes."""
+MAX_ROWS = 2**62
+"""Keys are int64; some room is left for the padding of primes, and for their arithmetic."""
 
 
 class Engram(MemoryMethod):
@@ -90,7 +90,7 @@ class Engram(MemoryMethod):
         rows = len(self.layers) * self.num_heads * (settings.rows or self.model.vocabulary)
         if rows >= MAX_ROWS:
             raise UserError(
-                f"memory.engram.rows = {settings.rows} gives {rows:,} rows over all layers and heads; keys have 31 "
+                f"memory.engram.rows = {settings.rows} gives {rows:,} rows over all layers and heads; keys have 62 "
                 f"bits, so lower it, or memory.engram.heads"
             )
         if settings.pad_token is not None and settings.pad_token >= self.model.vocabulary:
