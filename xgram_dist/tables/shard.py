@@ -76,11 +76,14 @@ class Shard:
         num_vip: int,
         *,
         count_updates: bool = False,
+        initial: "InitialValues | None" = None,
     ):
-        """`row_ids`: global id of each row, ascending. `tensor_group`: the ranks that hold the other columns of these
+        """`row_ids`: global id of each row, ascending. `initial`: what the rows hold; by default unknown, so that they
+        cannot start over. `tensor_group`: the ranks that hold the other columns of these
         rows, for tensors on the device of the rows; gates are the same on all of them. `num_vip`: how many of the first
         rows are VIP rows."""
         self.slab, self.row_ids, self.rows, self.gates, self.tensor_group = slab, row_ids, rows, gates, tensor_group
+        self._initial = initial
         self.hit = torch.zeros(len(row_ids), dtype=torch.bool, device=rows.device)
         """Rows that training has touched so far."""
         self.updates = torch.zeros(len(row_ids), dtype=torch.int32, device=rows.device) if count_updates else None
@@ -93,6 +96,24 @@ class Shard:
     def create(self, num_slots: int) -> None:
         """Of a `TouchedShard`: the first so many slots are about to be read."""
         return
+
+    def restart_rows(self, local_R: Tensor) -> None:
+        """Make these local rows what they are if no step touches them. Their state may be anything before."""
+        assert self._initial is not None
+        if not local_R.numel():
+            return
+        state, values_RW = self.state_dict(), self.rows.new_empty(local_R.numel(), self.rows.shape[1])
+        for tensor in (state.columns | state.tables | state.rows).values():
+            tensor.index_fill_(0, local_R, 0)
+        ids_R = self.row_ids.to(local_R.device)[local_R]
+        self._initial.fill_rows(values_RW, ids_R)
+        self.rows.index_copy_(0, local_R, values_RW)
+        if self.gates is not None:
+            gates_RJ = self.gates.new_empty(local_R.numel(), self.gates.shape[1])
+            self._initial.fill_gates(gates_RJ, ids_R)
+            self.gates.index_copy_(0, local_R, gates_RJ)
+        for optimizer in self.optimizers:
+            optimizer.start_rows(local_R)
 
     @property
     def num_local_rows(self) -> int:
@@ -191,7 +212,10 @@ class InitialValues:
 
     def __init__(self, config: Config, slab: Slab, tensor_rank: int):
         self._slab, self._tensor_rank = slab, tensor_rank
-        self._std, self._seed, self.gate = config.model.init_std, config.train.seed, config.memory.row_gate_init
+        self._std, self._seed, self._gate = config.model.init_std, config.train.seed, config.memory.row_gate_init
+
+    def fill_gates(self, gates_SJ: Tensor, row_ids_S: Tensor) -> None:
+        gates_SJ.fill_(self._gate)
 
     def fill_rows(self, rows_SW: Tensor, row_ids_S: Tensor) -> None:
         """`row_ids_S`: the global id of each row."""
@@ -229,7 +253,8 @@ class TouchedShard(Shard):
     ):
         """`rank`: of the data axis. The other arguments as in `Shard`."""
         self.slab, self.tensor_group = slab, tensor_group
-        self._sharding, self._rank, self._initial = sharding, rank, initial
+        self._sharding, self._rank = sharding, rank
+        self._initial: InitialValues = initial
         fields = settings.record_fields(slab.width, len(slab.tables), gated=gated)
         fields += [Field(name, 1, integer=True) for name in ["hit", *(["updates"] if count_updates else [])]]
         name = f"view-{slab.view}"
@@ -283,12 +308,28 @@ class TouchedShard(Shard):
             return
         self.records.ensure(num_slots)
         new, device = slice(first, num_slots), self.rows.device
-        self._initial.fill_rows(self.rows[new], to_device(torch.from_numpy(self._global_ids(new)), device))
+        ids = to_device(torch.from_numpy(self._global_ids(new)), device)
+        self._initial.fill_rows(self.rows[new], ids)
         if self.gates is not None:
-            self.gates[new] = self._initial.gate
+            self._initial.fill_gates(self.gates[new], ids)
         for optimizer in self.optimizers:
-            optimizer.create(new)
+            optimizer.num_rows = num_slots
+            optimizer.start_rows(torch.arange(first, num_slots, device=device))
         self.records.num_created = num_slots
+
+    def read_from(self, source: InitialValues) -> None:
+        """Rows have these values instead of the initial ones: for rows that are only read."""
+        self._initial = source
+        self.restart_rows(torch.arange(self.records.num_created, device=self.rows.device))
+
+    def owned_rows(self, row_ids: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Those of these global rows that this rank owns."""
+        owned = [ids[self._sharding.owners_of(ids) == self._rank] for ids in row_ids]
+        return np.concatenate([np.empty(0, np.int64), *owned])
+
+    def every_row(self) -> NDArray[np.int64]:
+        """All rows that this rank owns: for tables of the vocabulary's size."""
+        return self._sharding.rows_of(self._rank)
 
     def adopt(self, row_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Make room for these rows, whose state is about to be overwritten. Returns their slots."""
@@ -482,10 +523,13 @@ class TableShards:
             initial = InitialValues(config, slab, mesh.tensor.rank)
             rows = advise_huge_pages(torch.empty(len(row_ids), slab.width, device=device))
             initial.fill_rows(rows, row_ids)
-            gates = torch.full((len(row_ids), len(slab.tables)), initial.gate, device=device) if gated else None
-            self._shards.append(
-                Shard(slab, row_ids, rows, gates, tensor_group, settings, num_vip, count_updates=counted)
+            gates = torch.empty(len(row_ids), len(slab.tables), device=device) if gated else None
+            if gates is not None:
+                initial.fill_gates(gates, row_ids)
+            shard = Shard(
+                slab, row_ids, rows, gates, tensor_group, settings, num_vip, count_updates=counted, initial=initial
             )
+            self._shards.append(shard)
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)

@@ -135,17 +135,17 @@ class CatchUpAdamW(GatheredAdamW):
             self.catch_up(rows_R, moments=True)
         self._missed.start_over()
 
-    def create(self, rows: slice) -> None:
-        """A row that is created late went through every `catch_up_all` before: by decay alone, its moments are 0."""
-        super().create(rows)
+    def start_rows(self, rows_R: Tensor) -> None:
+        """A row that starts late went through every `catch_up_all` before: by decay alone, as its moments are 0."""
         if self._missed.base == 0:
             return
-        rows_R = torch.arange(rows.start, rows.stop, device=self.values.device)
         for block in self._blocks.slices(rows_R):
-            values_BW = self.values[rows][block]
+            values_BW = self._blocks.buffers(rows_R[block], 1)[0]
+            torch.index_select(self.values, 0, rows_R[block], out=values_BW)
             self._missed.decay_initial_(values_BW, self._rate_groups(rows_R[block]))
-        self._moments_step[rows] = self._missed.base
-        self._values_step[rows] = self._missed.base
+            self.values.index_copy_(0, rows_R[block], values_BW)
+        self._moments_step.index_fill_(0, rows_R, self._missed.base)
+        self._values_step.index_fill_(0, rows_R, self._missed.base)
 
     def _behind(self, steps_S: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that are behind the present step, and their steps. Current rows may be among them; they do not
@@ -229,6 +229,14 @@ class SavedCatchUp:
         """`steps_R`: the step that each row's values belong to."""
         groups_R = (~is_vip_R).long() if self._two_rates else torch.zeros_like(steps_R, dtype=torch.int64)
         return self._missed.since(steps_R.long(), groups_R)
+
+    def formula_(self, values_RW: Tensor, is_vip_R: Tensor) -> Tensor:
+        """Catches up initial values of rows that have no record, in place, and returns them."""
+        groups_R = (~is_vip_R).long() if self._two_rates else torch.zeros_like(is_vip_R, dtype=torch.int64)
+        self._missed.decay_initial_(values_RW, groups_R)
+        correction = self._missed.since(torch.full_like(groups_R, self._missed.base), groups_R)
+        zeros_RW = torch.zeros_like(values_RW)
+        return self.catch_up_(values_RW, zeros_RW, zeros_RW, correction)
 
     def catch_up_(self, values_RW: Tensor, first_RW: Tensor, second_RW: Tensor, correction: RowCorrection) -> Tensor:
         """Catches up the values in place, and returns them."""

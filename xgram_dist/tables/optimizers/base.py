@@ -113,10 +113,10 @@ class RowOptimizer(ABC):
         self.num_rows = values_SW.shape[0]
         """Rows that exist: the first ones. Fewer than the values have room for where rows are created when touched."""
 
-    def create(self, rows: slice) -> None:
-        """The rows from `num_rows` on exist now, with initial values and zeros as state. Apply what they missed since
-        the first step, as far as `catch_up` will not."""
-        self.num_rows = rows.stop
+    def start_rows(self, rows_R: Tensor) -> None:
+        """These rows have initial values, and zeros as state. Apply what they missed since the first step, as far as
+        `catch_up` will not."""
+        return
 
     def begin(self, rows_R: Tensor) -> PendingRows:
         """Rows that are read now and updated by the next `update_pending`. Nothing changes until then."""

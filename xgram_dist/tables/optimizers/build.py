@@ -29,13 +29,13 @@ ALL_ROWS = 1 << 24
 def keeps_touched_rows(config: Config, num_rows: int, optimizer: str) -> bool:
     """Whether shards keep records of touched rows only (`memory.rows`). `optimizer`: the kind, which decides for auto:
     a sweep needs all rows."""
-    rows, sweeps = config.memory.rows, optimizer in ("dense", FROZEN)
+    rows = config.memory.rows
     if rows == "touched" and optimizer == "dense":
         raise UserError(
             "memory.rows = touched keeps no rows that a sweep could update, but memory.optimizer = dense; set "
             "memory.optimizer=catch_up, which is the same AdamW, or memory.rows=all"
         )
-    return rows == "touched" or (rows == "auto" and not sweeps and num_rows > ALL_ROWS)
+    return rows == "touched" or (rows == "auto" and optimizer != "dense" and num_rows > ALL_ROWS)
 
 
 def choose_optimizer(config: Config, touched_share: float | None) -> str:
