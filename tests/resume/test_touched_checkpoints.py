@@ -14,7 +14,10 @@ from test_resume import outcome, run_until, settings
 from xgram_dist.checkpoint.folder import checkpoints_at
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.cli.main import main
+from xgram_dist.inference.mapped_tables import MappedTables
+from xgram_dist.tables.initial_rows import initial_rows
 from xgram_dist.tables.optimizers import adamw_catchup, build
+from xgram_dist.train.checkpointing import StartCheckpoint
 from xgram_dist.train.trainer import Trainer
 
 ENGRAM = {"method": "engram", "compression": 1.0, "sites": {}, "routing": {}, "optimizer": "catch_up"}
@@ -118,21 +121,45 @@ def test_two_ranks_go_on_as_others_as_with_all_rows(data, tmp_path, case):
     check(tmp_path / "touched-four", tmp_path / "all-four")
 
 
-def test_whoever_reads_a_checkpoint_finds_all_rows(data, whole, tmp_path, capsys):
-    """inspect, generate, diagnose, and a run that starts from it."""
+@pytest.mark.parametrize("all_rows", [build.ALL_ROWS, 10])
+def test_whoever_reads_a_checkpoint_finds_all_rows(data, whole, tmp_path, capsys, monkeypatch, all_rows):
+    """inspect, lookups at inference, diagnose; which reads large tables by touched rows, too."""
     assert Trainer(config_of(data, "catch-up", "touched"), tmp_path / "touched", fresh=False).run() == 0
-    said = {}
+    vectors, figures = {}, {}
     for name, folder in {"touched": tmp_path / "touched", "all": whole("catch-up")}.items():
         newest = checkpoints_at(folder)[-1]
         assert main(["inspect", str(newest), "--verify"]) == 0
+        reader = CheckpointReader(newest)
+        vectors[name] = MappedTables(reader).vectors(torch.arange(reader.config.model.vocabulary))
         capsys.readouterr()
-        assert main(["generate", str(newest), "--prompt", "the table", "--tokens", "12", "--temperature", "0"]) == 0
-        generated = capsys.readouterr().out
-        assert main(["diagnose", str(newest), "--sequences", "4", "--json"]) == 0
-        figures = json.loads(capsys.readouterr().out)
-        said[name] = generated, figures
-    assert said["touched"][0] == said["all"][0]
-    print(json.dumps(said["touched"][1])[:3000])
+        out = str(tmp_path / f"figures-{name}")
+        monkeypatch.setattr(build, "ALL_ROWS", all_rows)
+        assert main(["diagnose", str(newest), "--sequences", "4", "--out", out, "--no-pictures", "--json"]) == 0
+        figures[name] = json.loads(capsys.readouterr().out)
+    assert all(torch.equal(vectors["touched"][table], vectors["all"][table]) for table in vectors["all"])
+    touched, every = figures["touched"]["figures"], figures["all"]["figures"]
+    if all_rows == 10:  # of the rows that are saved
+        assert touched.pop("movement") != every.pop("movement")
+    assert touched == every
+
+
+@pytest.mark.parametrize("rows", ["all", "touched"])
+def test_a_run_starts_from_touched_rows(data, tmp_path, rows):
+    """Rows that were never touched have their initial values, and so the values of a run that keeps all rows."""
+    source = tmp_path / "source"
+    assert Trainer(config_of(data, "engram", "touched"), source, fresh=False).run() == 0
+    reader = CheckpointReader(checkpoints_at(source)[-1])
+    found = StartCheckpoint.find(source, tmp_path / "new", weights_only=True, fresh=False)
+    started = Trainer(config_of(data, "engram", rows), tmp_path / "new", fresh=False, start_from=found)
+    (shard,) = started.lookup.shards
+    saved, name = reader.saved_rows("tables.view-0"), "tables.layers.all.ngram.0.rows"
+    ids = shard.row_ids.numpy()
+    held, is_saved = shard.rows[: len(ids)], saved.positions_of(ids) >= 0
+    assert is_saved.sum() == sum(map(len, saved.segments))
+    assert torch.equal(held[torch.from_numpy(is_saved)], reader.table_rows(name, ids[is_saved]))
+    others = torch.from_numpy(ids[~is_saved])
+    assert torch.equal(held[torch.from_numpy(~is_saved)], initial_rows(others, held.shape[1], 0.02, 0, shard.names[0]))
+    started.lookup.close()
 
 
 def test_a_missing_row_is_its_formula_in_any_order(data, whole, tmp_path):

@@ -27,9 +27,9 @@ ALL_ROWS = 1 << 24
 
 
 def keeps_touched_rows(config: Config, num_rows: int, optimizer: str) -> bool:
-    """Whether shards keep records of touched rows only (`memory.rows`). `optimizer`: the kind, which decides for auto:
-    a sweep needs all rows."""
-    rows = config.memory.rows
+    """Whether shards keep records of touched rows only (`memory.rows`). `optimizer`: the kind. A sweep needs all rows;
+    for tables that are only read the size alone decides."""
+    rows = "auto" if optimizer == FROZEN else config.memory.rows
     if rows == "touched" and optimizer == "dense":
         raise UserError(
             "memory.rows = touched keeps no rows that a sweep could update, but memory.optimizer = dense; set "
