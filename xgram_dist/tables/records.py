@@ -33,6 +33,11 @@ class Field:
     integer: bool = False
 
 
+def record_width(fields: list[Field]) -> int:
+    """Numbers of a record."""
+    return -(-sum(field.width for field in fields) // LINE) * LINE
+
+
 class Records:
     """The records of one shard."""
 
@@ -45,8 +50,7 @@ class Records:
         for field in fields:
             self._starts[field.name] = end
             end += field.width
-        self.width = -(-end // LINE) * LINE
-        """Numbers of a record."""
+        self.width = record_width(fields)
         self.storage = open_storage(placement, self.width, max_rows, device, folder, name)
         self.slots = SlotMap()
         self.num_created = 0

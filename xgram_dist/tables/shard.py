@@ -37,7 +37,7 @@ from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.lookup import GatheredAccesses, RowGradient, ZeroCopyAccesses, scale_rows
 from xgram_dist.tables.optimizers.base import PendingRows, RecordMemory, RowOptimizer
 from xgram_dist.tables.optimizers.build import TableOptimizerSettings, TableRates
-from xgram_dist.tables.records import Field, Records
+from xgram_dist.tables.records import Records
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import RowSharding
 
@@ -255,8 +255,7 @@ class TouchedShard(Shard):
         self.slab, self.tensor_group = slab, tensor_group
         self._sharding, self._rank = sharding, rank
         self._initial: InitialValues = initial
-        fields = settings.record_fields(slab.width, len(slab.tables), gated=gated)
-        fields += [Field(name, 1, integer=True) for name in ["hit", *(["updates"] if count_updates else [])]]
+        fields = settings.record_fields(slab.width, len(slab.tables), gated=gated, counted=count_updates)
         name = f"view-{slab.view}"
         self.records = Records(fields, sharding.count(rank), placement, device, None, name)
         self.rows = self.records.field("rows")

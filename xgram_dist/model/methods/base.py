@@ -195,6 +195,10 @@ class MemoryMethod:
             return None
         return expected_touched_share(frequencies, routing, self.num_rows, tokens)
 
+    def run_share(self, tokens: int, frequencies: NDArray[Any]) -> float:
+        """Where keys are n-grams: share of the rows that a run of so many tokens is expected to hit."""
+        raise NotImplementedError(f"{self.name} looks up tokens")
+
     def build_lookup(
         self,
         routing: Routing | None,

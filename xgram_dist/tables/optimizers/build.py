@@ -139,8 +139,9 @@ class TableOptimizerSettings:
         assert memory is None, "a sweep over all rows has no records of touched ones"
         return DenseAdamW(values, num_vip, adamw)
 
-    def record_fields(self, width: int, num_tables: int, *, gated: bool) -> list[Field]:
-        """What a record holds of a row: its values and gates, and what the optimizers of both keep."""
+    def record_fields(self, width: int, num_tables: int, *, gated: bool, counted: bool) -> list[Field]:
+        """What a record holds of a row: its values and gates, what the optimizers of both keep, whether it was hit, and
+        if they are `counted`, its updates."""
         kinds = [("rows", width)] + ([("gates", num_tables)] if gated else [])
         numbers, steps = list[Field](), list[Field]()
         for name, columns in kinds:
@@ -151,4 +152,5 @@ class TableOptimizerSettings:
                 numbers += [Field(f"{name}.{moment}", columns) for moment in ("first", "second")]
             if self.kind == "catch_up":
                 steps += [Field(f"{name}.{step}", 1, integer=True) for step in ("last", "current")]
-        return numbers + steps
+        flags = ["hit", *(["updates"] if counted else [])]
+        return numbers + steps + [Field(name, 1, integer=True) for name in flags]
