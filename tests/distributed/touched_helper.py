@@ -1,6 +1,7 @@
 """Runs whose shards keep all rows, or touched rows only: the same batches, and what the shards hold in the end."""
 
 import functools
+import time
 
 import numpy as np
 import torch
@@ -142,3 +143,56 @@ def compare(case, every, touched):
 
 def run_cases(ranks, cases, rows, steps, parallel):
     return [train(ranks, case, rows, steps, **parallel) for case in cases]
+
+
+def train_with_numbers(ranks, case, steps, wide):
+    """With the numbers and the deduplication of huge tables, or with those of small ones."""
+    import pytest
+
+    from xgram_dist.tables import exchange_plan, ngrams, requests, touched_rows
+
+    with pytest.MonkeyPatch.context() as patch:
+        if wide:
+            patch.setattr(touched_rows, "LARGEST_TABLE", 8)
+            for module in (touched_rows, requests, ngrams, exchange_plan):
+                patch.setattr(module, "MAX_INT32", 8)
+        return train(ranks, case, "touched", steps)
+
+
+def huge_config(rows):
+    import method_models as methods
+
+    methods.MEMORY["engram"]["engram"]["rows"] = rows
+    return methods.config(
+        "engram",
+        model={"layers": 2},
+        optimizer={"eps": 1e-5},
+        train={"micro_batch": 1, "global_batch": SEQUENCES, "steps": 100},
+    )
+
+
+def train_huge(ranks, rows, steps):
+    """(seconds to create the tables, losses, rows created here, bytes of their records)."""
+    import tiny_models as tiny
+
+    from xgram_dist.engine import build_engine
+    from xgram_dist.model.build import build_lookup
+    from xgram_dist.parallel.mesh import build_mesh
+    from xgram_dist.train.step import JointOptimizer, train_step
+
+    torch.set_num_threads(1)
+    config = huge_config(rows)
+    mesh = build_mesh(config, ranks)
+    engine = build_engine(config, tiny.model(config), mesh, tiny.CPU)
+    start = time.perf_counter()
+    lookup = build_lookup(config, None, tiny.CPU, mesh)
+    seconds = time.perf_counter() - start
+    optimizer = JointOptimizer(config, engine, lookup, mesh)
+    share, losses = SEQUENCES // mesh.data.size, []
+    for step in range(1, steps + 1):
+        mine = batch(config, step)[mesh.data.rank * share : (mesh.data.rank + 1) * share]
+        losses.append(float(train_step(config, lookup, optimizer, mine, lookup.plan(mine).result(), step).loss))
+    records = lookup.shards[0].records
+    lookup.close()
+    engine.close()
+    return seconds, losses, records.num_created, records.nbytes

@@ -16,7 +16,7 @@ from xgram_dist.estimate.memory import INT32, INT64, Allocation
 from xgram_dist.estimate.touched_rows import TouchedEstimate, plan_touched_rows
 from xgram_dist.estimate.traffic import Traffic, plan_window_sizes
 from xgram_dist.model.methods.base import method_of, table_layout
-from xgram_dist.tables.exchange_plan import ID_BYTES
+from xgram_dist.tables.exchange_plan import id_bytes
 from xgram_dist.tables.layout import (
     RESIDUAL_SITES,
     plan_layer_groups,
@@ -186,7 +186,9 @@ def _exchange_messages(config: Config, axes: Axes, vectors: float, elements: flo
     """On the data axis; local rows do not travel."""
     remote, wire = (axes.data - 1) / axes.data, WIRE_BYTES[config.memory.wire]
     return [
-        Message("token ids", "all-to-all", "data", axes.data, ID_BYTES * vectors * remote),
+        Message(
+            "token ids", "all-to-all", "data", axes.data, id_bytes(table_layout(config).num_rows) * vectors * remote
+        ),
         Message("table vectors", "all-to-all", "data", axes.data, wire * elements * remote),
         Message("table gradients", "all-to-all", "data", axes.data, wire * elements * remote),
     ]

@@ -109,7 +109,12 @@ class Window:
 VECTOR_BYTES = 4
 """Vectors and their gradients are fp32 in the working set, whatever the wire type."""
 ID_BYTES = 4
-"""Of a token id on the wire: int32. Where keys need more, they have 8."""
+"""Of a token id on the wire: int32."""
+
+
+def id_bytes(num_keys: int) -> int:
+    """Of a key on the wire: those of n-grams may need int64."""
+    return ID_BYTES if num_keys <= MAX_INT32 else 2 * ID_BYTES
 
 
 @dataclass
@@ -224,7 +229,7 @@ class ExchangePlanner:
             self._requests = TokenRequests(TokenNumbering(owners, self._order, self.device), len(slabs))
         else:
             self._requests = TokenRequests(RowNumbering(num_keys, self._order), len(slabs))
-        self._id_type = np.int32 if num_keys <= MAX_INT32 else np.int64
+        self._id_type = np.dtype(f"i{id_bytes(num_keys)}")
         self._num_rows = sharding.count(group.rank)
         self._dedup_rows = Dedup(self._num_rows)
 

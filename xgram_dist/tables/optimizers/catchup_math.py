@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.errors import UserError
+from xgram_dist.parallel.device import to_device
 from xgram_dist.tables.optimizers.adamw import AdamW
 
 MAX_DEGREE = 40
@@ -166,8 +167,8 @@ class MissedSteps:
         """Take initial values of rows of these groups from step 0 to `base`, as `catch_up_all` did: one history after
         the other, for the same rounding."""
         for decays in self._past_decays:
-            decays_K = torch.tensor(decays, dtype=torch.float64).to(values_RW.dtype).to(values_RW.device)
-            values_RW.addcmul_(values_RW, decays_K[groups_R][:, None])
+            decays_K = to_device(torch.tensor(decays, dtype=torch.float64).to(values_RW.dtype), values_RW.device)
+            values_RW.addcmul_(values_RW, decays_K.index_select(0, groups_R)[:, None])
 
     def restart(self, step: int) -> None:
         """All rows are at `step`: drop the history before it."""
