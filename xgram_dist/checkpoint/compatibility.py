@@ -46,11 +46,11 @@ def check_state(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
     not_compared = ("rng.", "row_ids.", "tables.view-")
     for name in [*tensors, *(name for name in manifest.tensors if not name.startswith(not_compared))]:
         entry, tensor = manifest.tensors.get(name), tensors.get(name)
-        if entry is None or tensor is None or list(entry.shape) != list(tensor.shape):
+        if entry is None or tensor is None or manifest.table_shape(name) != list(tensor.shape):
             if entry is None or tensor is None:
                 difference = "is not in it" if entry is None else "is not in this run"
             else:
-                difference = f"is {entry.shape} there and {list(tensor.shape)} here"
+                difference = f"is {manifest.table_shape(name)} there and {list(tensor.shape)} here"
             raise UserError(
                 f"'{folder}' does not fit this recipe: '{name}' {difference}; set memory.sites and the keys of model "
                 f"as they were, or start a new run from the weights that fit with --from {folder} --weights-only"

@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
-from xgram_dist.checkpoint.manifest import Chunk, Entry, Manifest
+from xgram_dist.checkpoint.manifest import TOUCHED_VERSION, Chunk, Entry, Manifest
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.checkpoint.row_ids import RowIdSet
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError, file_checksum
@@ -117,7 +117,7 @@ def _row_id_sets(ranks: list[dict[str, LocalRowIds]]) -> dict[str, RowIdSet]:
     for name in ranks[0]:
         segments = {local[name].data_rank: local[name].segment for local in ranks}
         ordered = [segments[rank] for rank in range(len(segments))]
-        sets[name] = RowIdSet(sum(segment.count for segment in ordered), ordered)
+        sets[name] = RowIdSet(sum(segment.count for segment in ordered), ordered, ranks[0][name].table_rows)
     return sets
 
 
@@ -171,6 +171,8 @@ class FolderWriter(StorageWriter):
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         manifest = Manifest(self.run, row_ids=metadata.planner_data)
+        if any(row_ids.table_rows is not None for row_ids in manifest.row_ids.values()):
+            manifest.version = TOUCHED_VERSION
         stored = {result.index: result.storage_data for rank_results in results for result in rank_results}
         for name, entry in metadata.state_dict_metadata.items():
             assert isinstance(entry, TensorStorageMetadata)

@@ -3,6 +3,7 @@
 Backbone weights are taken by name and shape. A table is taken if both runs have its layer, site and view:
 
     same token -> row map           rows and gates are copied
+                                    (a row that is not saved, as it was never touched, keeps its initial values)
     another map (compression,       a token that shares no row with other tokens starts with rows that reproduce its
     routing)                        vector; rows that several tokens share keep their initial values
 
@@ -28,7 +29,7 @@ from xgram_dist.engine.base import Engine
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.tables.lookup import segment_sums
 from xgram_dist.tables.routing import Routing, View
-from xgram_dist.tables.shard import Shard, TableShards
+from xgram_dist.tables.shard import Shard, TableShards, TouchedShard
 
 BLOCK_ROWS = 4096
 INITIAL = "initial values"
@@ -131,45 +132,74 @@ class _ShardInitializer:
     def __init__(self, reader: CheckpointReader, shard: Shard, routing: Routing | None, mesh: Mesh):
         self.reader, self.shard, self.mesh = reader, shard, mesh
         self.view = None if routing is None else routing.views[shard.slab.view]
-        self.row_ids_S = shard.row_ids.cpu().numpy()
         self._tokens_S: NDArray[Any] | None = None
 
     def fill(self, number: int, name: str) -> str | None:
         """Fill a table; returns a note for the summary."""
         width = self.shard.slab.tables[number].width
         columns = slice(self.mesh.tensor.rank * width, (self.mesh.tensor.rank + 1) * width)
+        same_map = _same_map(self.reader.view_of_table(name), self.view)
+        local_N, row_ids_N = self._rows_to_fill(name, same_map)
         values_SW = self.shard.rows[:, self.shard.slab.columns()[name]]
         gates_S = None if self.shard.gates is None else self.shard.gates[:, number]
-        if _same_map(self.reader.view_of_table(name), self.view):
-            return self._copy_rows(name, columns, values_SW, gates_S)
-        return self._copy_token_vectors(name, columns, values_SW, gates_S)
+        if same_map:
+            return self._copy_rows(name, columns, values_SW, gates_S, local_N, row_ids_N)
+        return self._copy_token_vectors(name, columns, values_SW, gates_S, local_N, row_ids_N)
 
-    def _copy_rows(self, name: str, columns: slice, values_SW: Tensor, gates_S: Tensor | None) -> str | None:
+    def _rows_to_fill(self, name: str, same_map: bool) -> tuple[NDArray[Any], NDArray[Any]]:
+        """(local rows, their global ids): those that the checkpoint holds; where the map is another, all."""
+        shard, saved = self.shard, self.reader.saved_rows_of(name)
+        if isinstance(shard, TouchedShard):
+            row_ids_N = shard.owned_rows(saved.segments) if same_map else shard.every_row()
+            return shard.adopt(row_ids_N), row_ids_N
+        row_ids_S = shard.row_ids.cpu().numpy()
+        if saved.complete or not same_map:
+            return np.arange(len(row_ids_S)), row_ids_S
+        local_N = np.flatnonzero(saved.positions_of(row_ids_S) >= 0)
+        return local_N, row_ids_S[local_N]
+
+    def _copy_rows(
+        self,
+        name: str,
+        columns: slice,
+        values_SW: Tensor,
+        gates_S: Tensor | None,
+        local_N: NDArray[Any],
+        row_ids_N: NDArray[Any],
+    ) -> str | None:
         """Row by row. If only one of the runs has row gates, rows are scaled so that gated rows stay the same."""
         gated = f"tables.{name}.gates" in self.reader.manifest.tensors
-        for block in _blocks(len(self.row_ids_S)):
-            rows_B = self.row_ids_S[block]
+        for block in _blocks(len(local_N)):
+            rows_B, local_B = row_ids_N[block], torch.from_numpy(local_N[block]).to(values_SW.device)
             new_BW = self.reader.table_rows(f"tables.{name}.rows", rows_B, columns)
             if gated:
                 gates_B = self.reader.table_rows(f"tables.{name}.gates", rows_B)
                 if gates_S is None:
                     new_BW *= torch.sigmoid(gates_B)[:, None]
                 else:
-                    gates_S[block] = gates_B.to(gates_S)
+                    gates_S[local_B] = gates_B.to(gates_S)
             elif gates_S is not None:
-                new_BW /= torch.sigmoid(gates_S[block].cpu())[:, None]
-            values_SW[block] = new_BW.to(values_SW)
+                new_BW /= torch.sigmoid(gates_S[local_B].cpu())[:, None]
+            values_SW[local_B] = new_BW.to(values_SW)
         if gated == (gates_S is not None):
             return None
         return "row gates folded into the rows" if gated else "rows divided by the initial row gates"
 
-    def _copy_token_vectors(self, name: str, columns: slice, values_SW: Tensor, gates_S: Tensor | None) -> str:
+    def _copy_token_vectors(
+        self,
+        name: str,
+        columns: slice,
+        values_SW: Tensor,
+        gates_S: Tensor | None,
+        local_S: NDArray[Any],
+        row_ids_S: NDArray[Any],
+    ) -> str:
         """Set the rows of each token that has rows of its own so that it reads its saved vector."""
-        tokens_S, vocabulary = self._tokens_of_local_rows(), self.reader.config.model.vocabulary
+        tokens_S, vocabulary = self._tokens_of_rows(row_ids_S), self.reader.config.model.vocabulary
         coefficients_V = np.ones(vocabulary) if self.view is None else _coefficient_sums(self.view)
-        local_rows = np.flatnonzero(tokens_S >= 0)
-        for block in _blocks(len(local_rows)):
-            local_B, tokens_B = local_rows[block], tokens_S[local_rows[block]]
+        alone = np.flatnonzero(tokens_S >= 0)
+        for block in _blocks(len(alone)):
+            local_B, tokens_B = local_S[alone[block]], tokens_S[alone[block]]
             vectors_BW = self._saved_vectors(name, tokens_B, columns)
             factor_B = torch.from_numpy(coefficients_V[tokens_B])
             if gates_S is not None:
@@ -180,11 +210,11 @@ class _ShardInitializer:
             return "another map: every token starts with its vector"
         return f"another map: {count:,} of {vocabulary:,} tokens start with their vectors, shared rows with {INITIAL}"
 
-    def _tokens_of_local_rows(self) -> NDArray[Any]:
-        """The token that each local row serves alone, or -1 [S]."""
+    def _tokens_of_rows(self, row_ids_S: NDArray[Any]) -> NDArray[Any]:
+        """The token that each row of this rank serves alone, or -1 [S]."""
         if self._tokens_S is None:
             tokens = None if self.view is None else _tokens_of_rows(self.view, self.shard.slab.rows)
-            self._tokens_S = self.row_ids_S if tokens is None else tokens[self.row_ids_S]
+            self._tokens_S = row_ids_S if tokens is None else tokens[row_ids_S]
         return self._tokens_S
 
     def _saved_vectors(self, name: str, tokens_B: NDArray[Any], columns: slice) -> Tensor:

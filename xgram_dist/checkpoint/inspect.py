@@ -12,7 +12,7 @@ import yaml
 from numpy.typing import NDArray
 
 from xgram_dist.checkpoint.manifest import Manifest
-from xgram_dist.checkpoint.row_ids import row_positions
+from xgram_dist.checkpoint.row_ids import read_row_ids
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError, RawFile, file_checksum
 
 _TABLE = re.compile(r"^tables\.layers\.(?:\d+|all)\.(\w+)\.(\d+)\.(rows|gates)(\..+)?$")
@@ -133,7 +133,7 @@ def find_damage(folder: Path, manifest: Manifest, progress: Callable[[int], None
             yield f"'{folder / name}' is damaged: its checksum does not match"
     for name, row_ids in manifest.row_ids.items() if not damaged else ():  # damage of their file was reported above
         try:
-            row_positions(f"'{folder}'", name, row_ids, lambda tensor: _integers(folder, manifest, tensor))
+            read_row_ids(f"'{folder}'", name, row_ids, lambda tensor: _integers(folder, manifest, tensor))
         except DamagedFileError as error:
             yield str(error)
 

@@ -5,9 +5,12 @@ place from one. Collectives, on the world group and in this order: `CheckpointRe
 all-gather of errors after the backbone, and one all-gather of errors per checkpoint tried by `load_newest`.
 
 Backbone shards are read through torch.distributed.checkpoint. Table rows are read by `read_rows`: each rank finds its
-global rows in the saved order, opens only the chunks that hold some of them, and copies a bounded number at a time.
+global rows in the saved order, opens only the chunks that hold some of them, and copies a bounded number at a time. A
+checkpoint of touched rows loads into a run that keeps all rows, and the other way round: every saved row is taken, and
+a row that is not saved is its formula.
 """
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -29,8 +32,7 @@ from xgram_dist.checkpoint.sharded_tensor import LocalShard, Tensors, backbone_s
 from xgram_dist.engine.base import Engine
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.tables.routing import Routing
-from xgram_dist.tables.row_sharding import RowSharding
-from xgram_dist.tables.shard import TableShards
+from xgram_dist.tables.shard import Shard, TableShards, TouchedShard
 
 GATHER_BYTES = 16 << 20
 """Of rows that are gathered from a chunk before its pages are released."""
@@ -88,10 +90,7 @@ def load_checkpoint(
     engine.step_count = facts["updates"]
     engine.after_load()
     if tables is not None:
-        read_rows(reader, rows, reader.positions()[tables.sharding.rows_of(mesh.data.rank)])
-        replicated = reader.replicated_tensors("tables.")
-        for shard in tables:
-            shard.load_replicated(replicated)
+        _load_tables(reader, tables, mesh)
     if facts["ranks"] == mesh.world.size:
         torch.set_rng_state(reader.tensor(f"rng.rank-{mesh.world.rank}"))
     return facts
@@ -105,14 +104,38 @@ def _same_layout(reader: CheckpointReader, engine: Engine, tables: TableShards |
     current = mesh.world.size, mesh.data.size, mesh.tensor.size, engine.config.parallel.engine
     if saved != current:
         return False
-    return tables is None or np.array_equal(reader.positions(), _positions(tables.sharding))
+    if tables is None:
+        return True
+    segments = [one for name in reader.row_id_sets() for one in enumerate(reader.saved_rows(name).segments)]
+    return all((tables.sharding.owners_of(ids) == rank).all() for rank, ids in segments)
 
 
-def _positions(row_sharding: RowSharding) -> NDArray[Any]:
-    """Where each global row would stand if this run saved it."""
-    counts = np.bincount(row_sharding.owner, minlength=row_sharding.ranks)
-    positions: NDArray[Any] = (np.cumsum(counts) - counts)[row_sharding.owner] + row_sharding.local
-    return positions
+def _load_tables(reader: CheckpointReader, tables: TableShards, mesh: Mesh) -> None:
+    """The rows of every shard: those of the checkpoint, and for those that it does not hold, the formula."""
+    replicated = reader.replicated_tensors("tables.")
+    found = [_adopt_rows(reader, shard, tables, mesh) for shard in tables]
+    tensors = table_state(tables, mesh).row_tensors()
+    for shard, (local_R, positions_R) in zip(tables, found, strict=True):
+        of_shard = shard.state_dict()
+        names = [f"tables.{name}" for name in of_shard.columns | of_shard.tables | of_shard.rows]
+        read_rows(reader, {name: tensors[name] for name in names}, positions_R, local_R)
+        shard.load_replicated(replicated)
+        is_saved = np.zeros(len(shard.row_ids), dtype=bool)
+        is_saved[local_R] = True
+        shard.restart_rows(torch.from_numpy(np.flatnonzero(~is_saved)).to(shard.rows.device))
+
+
+def _adopt_rows(
+    reader: CheckpointReader, shard: Shard, tables: TableShards, mesh: Mesh
+) -> tuple[NDArray[Any], NDArray[Any]]:
+    """(local rows that the checkpoint holds, their saved positions). A shard of touched rows makes room for them."""
+    saved, rank = reader.saved_rows_of(shard.names[0]), mesh.data.rank
+    if isinstance(shard, TouchedShard):
+        ids = shard.owned_rows(saved.segments)
+        return shard.adopt(ids), saved.positions_of(ids)
+    positions = saved.positions_of(tables.sharding.rows_of(rank))
+    local = np.flatnonzero(positions >= 0)
+    return local, positions[local]
 
 
 def load_shards(reader: CheckpointReader, tensors: Tensors, mesh: Mesh) -> None:
@@ -131,13 +154,12 @@ def load_shards(reader: CheckpointReader, tensors: Tensors, mesh: Mesh) -> None:
         raise DamagedFileError("; ".join(complaints))
 
 
-def read_rows(reader: CheckpointReader, tensors: Tensors, positions_S: NDArray[Any]) -> None:
-    """Fill the local rows of table tensors; `positions_S`: the saved position of each local row."""
+def read_rows(reader: CheckpointReader, tensors: Tensors, positions_S: NDArray[Any], local_S: NDArray[Any]) -> None:
+    """Fill local rows of table tensors; `positions_S`: the saved position of each of the rows `local_S`."""
     order_S = np.argsort(positions_S, kind="stable")
-    ascending_S = positions_S[order_S]
+    ascending_S, local_S = positions_S[order_S], local_S[order_S]
     for name, tensor in tensors.items():
         entry = reader.manifest.tensors[name]
-        assert list(entry.shape) == list(tensor.shape), name
         (shard,) = tensor.shards
         covered = 0
         for chunk in entry.chunks:
@@ -145,7 +167,7 @@ def read_rows(reader: CheckpointReader, tensors: Tensors, positions_S: NDArray[A
             target, columns = _overlapping_columns(chunk, shard)
             if first == last or target.numel() == 0:
                 continue
-            local_R = order_S[first:last]
+            local_R = local_S[first:last]
             covered += len(local_R) * (target.numel() // len(target))
             contiguous = bool((np.diff(local_R) == 1).all())
             if len(local_R) == chunk.sizes[0] and contiguous and columns is None:
@@ -153,9 +175,10 @@ def read_rows(reader: CheckpointReader, tensors: Tensors, positions_S: NDArray[A
             else:
                 saved_R = ascending_S[first:last] - chunk.offsets[0]
                 _gather_rows(reader, chunk, entry.dtype, target, local_R, saved_R, columns)
-        if covered != shard.tensor.numel():
+        row_numel = math.prod(shard.tensor.shape[1:])
+        if covered != len(local_S) * row_numel:
             raise DamagedFileError(f"the checkpoint '{reader.folder}' does not hold all of '{name}'")
-        reader.bytes_read += shard.tensor.nbytes
+        reader.bytes_read += covered * shard.tensor.element_size()
 
 
 def _overlapping_columns(chunk: Chunk, shard: LocalShard) -> tuple[Tensor, slice | None]:

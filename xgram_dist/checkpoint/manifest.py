@@ -5,8 +5,9 @@
     row_ids     which global row stands where in the table tensors (row_ids.py)
     files       bytes of each file; checksums of the files that hold no tensors (those of tensors are in their chunks)
 
-Version 1 has no row ids: it names the row-sharding policy, and the policy is run again to find where rows stand
-(reader.py). Its per-view tensors are named `tables.slab-N`, which are read as `tables.view-N`. No torch.
+A checkpoint of touched rows alone has version 3: an older release would miss the others. Version 1 has no row ids: it
+names the row-sharding policy, and the policy is run again to find where rows stand (reader.py). Its per-view tensors
+are named `tables.slab-N`, which are read as `tables.view-N`. No torch.
 """
 
 import json
@@ -24,11 +25,12 @@ from xgram_dist import __version__
 from xgram_dist.checkpoint.row_ids import RowIdSegment, RowIdSet, check_row_id_set
 from xgram_dist.checkpoint.safetensors_io import ITEM_BYTES, DamagedFileError
 
-FORMAT, VERSION = "xgram-dist checkpoint", 2
-READABLE_VERSIONS = (1, 2)
+FORMAT, VERSION, TOUCHED_VERSION = "xgram-dist checkpoint", 2, 3
+READABLE_VERSIONS = (1, 2, 3)
 FILE = "manifest.json"
 TABLE_ROWS = "tables"
-"""The row-id set of the tables: all tables of a run share one row sharding today."""
+"""The row-id set of the tables, which share one row sharding. Where touched rows alone are saved, each view has a set
+of its own: `tables.view-V`."""
 FACTS = {
     "step": int,
     "updates": int,
@@ -142,8 +144,14 @@ class Manifest:
             if not isinstance(self.run[fact], kind):
                 raise DamagedFileError(f"'{path}': '{fact}' has the invalid value {self.run[fact]!r}")
 
+    def table_shape(self, name: str) -> list[int]:
+        """The shape of a tensor; of a table tensor with all rows, whether they are saved or not."""
+        entry = self.tensors[name]
+        row_ids = None if entry.row_ids is None else self.row_ids.get(entry.row_ids)
+        return entry.shape if row_ids is None else [row_ids.limit, *entry.shape[1:]]
+
     def nbytes(self, name: str) -> int:
-        """Bytes of a whole tensor."""
+        """Bytes of a whole tensor, as it is saved."""
         entry = self.tensors[name]
         return math.prod(entry.shape) * ITEM_BYTES[entry.dtype]
 
@@ -162,7 +170,11 @@ def _parse(tree: dict[str, Any]) -> Manifest:
             for name, entry in tree["tensors"].items()
         },
         row_ids={
-            name: RowIdSet(row_ids["num_rows"], [RowIdSegment(**segment) for segment in row_ids["segments"]])
+            name: RowIdSet(
+                row_ids["num_rows"],
+                [RowIdSegment(**segment) for segment in row_ids["segments"]],
+                row_ids.get("table_rows"),
+            )
             for name, row_ids in tree["row_ids"].items()
         },
         files={name: int(size) for name, size in tree["files"].items()},

@@ -6,10 +6,12 @@
     tensor, read_tensor      a whole tensor, assembled from the chunks of any layout
     blocks                   a weight from its first row to its last, a block at a time
     table_rows               global rows of a table or of its gates, caught up
-    saved_view, positions    the same without page release and by position, for lookups at inference
+    saved_view               the same without page release, for lookups at inference
 
-Weights are `backbone.NAME` and `tables.layers.LAYER.SITE.VIEW.rows` or `.gates`. A chunk is verified against its
-checksum once, before or while it is first read; `verify` shares that work among ranks. Nothing has to fit in memory.
+A row that is not saved was never touched: its value is a formula, initial values and the decay since, and is computed
+when it is asked for. Weights are `backbone.NAME` and `tables.layers.LAYER.SITE.VIEW.rows` or `.gates`. A chunk is
+verified against its checksum once, before or while it is first read; `verify` shares that work among ranks. Nothing has
+to fit in memory.
 Shapes: R rows, W columns of a table.
 """
 
@@ -27,14 +29,15 @@ from torch import Tensor
 
 from xgram_dist.checkpoint.compatibility import saved_config
 from xgram_dist.checkpoint.manifest import TABLE_ROWS, Chunk, Entry, Manifest
-from xgram_dist.checkpoint.row_ids import row_positions
-from xgram_dist.checkpoint.safetensors_io import DamagedFileError
+from xgram_dist.checkpoint.row_ids import SavedRows, read_row_ids
+from xgram_dist.checkpoint.safetensors_io import ITEM_BYTES, DamagedFileError
 from xgram_dist.checkpoint.sharded_tensor import MOMENT_SUFFIXES
 from xgram_dist.checkpoint.tensor_file import TORCH_DTYPES, TensorFile
 from xgram_dist.config import Config
 from xgram_dist.errors import UserError
 from xgram_dist.model.methods.base import Keys, method_of, table_layout
 from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.tables.initial_rows import initial_rows
 from xgram_dist.tables.optimizers.adamw_catchup import SavedCatchUp
 from xgram_dist.tables.routing import Routing, View
 from xgram_dist.tables.routing_io import load_routing
@@ -51,7 +54,7 @@ class CheckpointReader:
         self.facts = self.manifest.run
         self._files: dict[str, TensorFile] = {}
         self._verified: set[tuple[str, str]] = set()
-        self._positions: dict[str, NDArray[Any]] = {}
+        self._saved_rows: dict[str, SavedRows] = {}
         self._views: dict[tuple[int, bool], SavedView] = {}
         self.bytes_verified = self.bytes_read = 0
         """Counted for tests and benchmarks."""
@@ -85,11 +88,11 @@ class CheckpointReader:
         return keys
 
     def weight_shapes(self) -> dict[str, list[int]]:
-        """Every weight by name: the backbone's, then the tables'."""
+        """Every weight by name: the backbone's, then the tables', with all rows."""
         entries = self.manifest.tensors
         names = [name for name in entries if name.startswith("backbone.") and not name.endswith(MOMENT_SUFFIXES)]
         names += [f"tables.{name}.{kind}" for name in self._view_of_table for kind in ("rows", "gates")]
-        return {name: entries[name].shape for name in names if name in entries}
+        return {name: self.manifest.table_shape(name) for name in names if name in entries}
 
     def tensors_of_weight(self, name: str) -> list[str]:
         """The tensors of the checkpoint that reading a weight needs."""
@@ -214,7 +217,7 @@ class CheckpointReader:
 
     def weight(self, name: str) -> Tensor:
         """A whole weight: rows of tables in global order, caught up."""
-        return torch.cat(list(self.blocks(name))).view(self.entry(name).shape)
+        return torch.cat(list(self.blocks(name))).view(self.manifest.table_shape(name))
 
     def blocks(self, name: str) -> Iterator[Tensor]:
         """A weight from its first row to its last; a scalar as one row."""
@@ -222,10 +225,10 @@ class CheckpointReader:
         if not entry.shape:
             yield self.tensor(name)[None]
             return
-        row_bytes = max(1, self.manifest.nbytes(name) // max(1, entry.shape[0]))
-        step = max(1, BLOCK_BYTES // row_bytes)
-        for start in range(0, entry.shape[0], step):
-            stop = min(start + step, entry.shape[0])
+        num_rows, *rest = self.manifest.table_shape(name)
+        step = max(1, BLOCK_BYTES // max(1, math.prod(rest) * ITEM_BYTES[entry.dtype]))
+        for start in range(0, num_rows, step):
+            stop = min(start + step, num_rows)
             if entry.row_ids is None:
                 yield self._row_range(name, start, stop)
             else:
@@ -254,23 +257,37 @@ class CheckpointReader:
 
     # Rows of tables.
 
-    def positions(self, row_ids: str = TABLE_ROWS) -> NDArray[Any]:
-        """The position of each global row in the saved order [num_rows]; the row ids are checked on first use."""
-        if row_ids not in self._positions:
+    def saved_rows(self, row_ids: str = TABLE_ROWS) -> SavedRows:
+        """Which rows a row-id set holds, and their positions in the saved order; checked on first use."""
+        if row_ids not in self._saved_rows:
             if self.manifest.version == 1:
-                self._positions[row_ids] = self._positions_by_policy()
+                found = self._rows_by_policy()
             else:
-                self._positions[row_ids] = row_positions(
-                    f"'{self.folder}'", row_ids, self.manifest.row_ids[row_ids], self._integers
-                )
-        return self._positions[row_ids]
+                recorded = self.manifest.row_ids[row_ids]
+                segments = read_row_ids(f"'{self.folder}'", row_ids, recorded, self._integers)
+                found = SavedRows(segments, recorded.limit)
+            self._saved_rows[row_ids] = found
+        return self._saved_rows[row_ids]
+
+    def row_id_sets(self) -> set[str]:
+        """The row-id sets of the table tensors."""
+        return {entry.row_ids for entry in self.manifest.tensors.values() if entry.row_ids is not None}
+
+    def saved_rows_of(self, table: str) -> SavedRows:
+        """Of a table's row-id set."""
+        return self.saved_rows(str(self.entry(f"tables.{table}.rows").row_ids))
+
+    def positions(self) -> NDArray[Any]:
+        """The position of each global row in the saved order [num_rows], where all rows are saved."""
+        saved = self.saved_rows()
+        return saved.positions_of(np.arange(saved.table_rows))
 
     def _integers(self, name: str) -> NDArray[Any]:
         entry = self.entry(name)
         (chunk,) = entry.chunks
         return self._file(chunk).integers(chunk.key, chunk.checksum)
 
-    def _positions_by_policy(self) -> NDArray[Any]:
+    def _rows_by_policy(self) -> SavedRows:
         """Version 1 records the row-sharding policy instead of row ids: run it again. This is right as long as the
         policies of that release compute what they computed then; tests/golden/checkpoints holds them to it."""
         policy = self.facts["row_sharding"]
@@ -280,8 +297,8 @@ class CheckpointReader:
                 "the release that wrote it"
             )
         num_rows = next(entry.shape[0] for entry in self.manifest.tensors.values() if entry.row_ids == TABLE_ROWS)
-        owner = plan_row_sharding(self.routing, num_rows, self.facts["data_ranks"], policy).owner
-        return np.argsort(np.argsort(owner, kind="stable"))
+        sharding = plan_row_sharding(self.routing, num_rows, self.facts["data_ranks"], policy)
+        return SavedRows([sharding.rows_of(rank) for rank in range(sharding.ranks)], num_rows)
 
     def saved_view(self, number: int, *, verify: bool = True) -> "SavedView":
         """The tables of one view. Without `verify`, chunks are mapped unread: only touched pages are ever read."""
@@ -292,53 +309,90 @@ class CheckpointReader:
     def table_rows(self, name: str, rows_R: NDArray[Any], columns: slice | None = None) -> Tensor:
         """These global rows of `tables.TABLE.rows` [R, W], or of `.gates` [R], caught up; in any order."""
         table, kind = _split(name)
-        row_ids = self.entry(name).row_ids
-        assert row_ids is not None, name
-        positions_R = self.positions(row_ids)[rows_R]
-        order_R = None if (np.diff(positions_R) > 0).all() else np.argsort(positions_R, kind="stable")
-        ascending_R = positions_R if order_R is None else positions_R[order_R]
         view = self.saved_view(self._view_of_table[table])
-        values = view.values(kind, table, ascending_R, view.missed(kind, ascending_R), columns)
+        found = view.find(rows_R)
+        values = view.values(kind, table, found, view.missed(kind, found), columns)
         self.release_pages()
-        if order_R is None:
-            return values
-        return values.index_select(0, torch.from_numpy(np.argsort(order_R)))
+        return values
+
+
+@dataclass(frozen=True)
+class FoundRows:
+    """Where the records of some rows are."""
+
+    saved: NDArray[Any]
+    """The rows that are saved, by ascending position."""
+    positions: NDArray[Any]
+    """Their positions."""
+    unsaved: NDArray[Any]
+    """The rows that are not saved."""
+    order_R: NDArray[Any] | None
+    """Index of each row asked for among the saved and then the unsaved; None: that is the order asked for."""
 
 
 class SavedView:
-    """The saved rows and gates of the tables of one view, caught up, by ascending positions."""
+    """The rows and gates of the tables of one view, caught up."""
 
     def __init__(self, reader: CheckpointReader, number: int, verify: bool):
         self._reader, self._number, self._verify = reader, number, verify
+        self._tables = {
+            table.name: table.width
+            for slab in table_layout(reader.config).slabs
+            if slab.view == number
+            for table in slab.tables
+        }
+        self._saved_rows = reader.saved_rows_of(next(iter(self._tables)))
         self._mapped: dict[str, MappedRows] = {}
         self._catch_up: dict[str, SavedCatchUp] = {}
 
-    @cached_property
-    def _vip(self) -> NDArray[Any]:
-        """Whether the row at a position is a VIP row: those have a learning rate of their own."""
-        positions, routing = self._reader.positions(), self._reader.routing
-        vip = np.zeros(len(positions), dtype=bool)
-        vip[positions[: 0 if routing is None else routing.vip_rows]] = True
-        return vip
+    def _is_vip(self, rows_R: NDArray[Any]) -> Tensor:
+        """Whether a row is a VIP row: those have a learning rate of their own."""
+        routing = self._reader.routing
+        return torch.from_numpy(rows_R < (0 if routing is None else routing.vip_rows))
 
-    def missed(self, kind: str, positions_R: NDArray[Any]) -> Any:
-        """The steps that these rows (or gates) still miss, for `values`; None: none. Shared by the view's tables."""
+    def find(self, rows_R: NDArray[Any]) -> FoundRows:
+        """For `values`; global rows in any order."""
+        positions_R = self._saved_rows.positions_of(rows_R)
+        # Rows that are not saved come last.
+        keys_R = np.where(positions_R < 0, np.iinfo(np.int64).max, positions_R)
+        inverse: NDArray[Any] | None = None
+        if not (np.diff(keys_R) > 0).all():
+            order = np.argsort(keys_R, kind="stable")
+            rows_R, positions_R, inverse = rows_R[order], positions_R[order], np.argsort(order, kind="stable")
+        count = int((positions_R >= 0).sum())
+        return FoundRows(rows_R[:count], positions_R[:count], rows_R[count:], inverse)
+
+    def missed(self, kind: str, found: FoundRows) -> Any:
+        """The steps that saved rows (or gates) still miss, for `values`; None: none. Shared by the view's tables."""
         if not self._reader.behind:
             return None
-        steps_R = self._rows(f"tables.view-{self._number}.{kind}.current").gather(positions_R)
-        return self._catch_up_of(kind).since(steps_R, torch.from_numpy(self._vip[positions_R]))
+        steps_R = self._rows(f"tables.view-{self._number}.{kind}.current").gather(found.positions)
+        return self._catch_up_of(kind).since(steps_R, self._is_vip(found.saved))
 
-    def values(
-        self, kind: str, table: str, positions_R: NDArray[Any], missed: Any, columns: slice | None = None
-    ) -> Tensor:
-        """rows [R, W] or gates [R] of a table, caught up; a copy."""
+    def values(self, kind: str, table: str, found: FoundRows, missed: Any, columns: slice | None = None) -> Tensor:
+        """rows [R, W] or gates [R] of a table, caught up, in the order asked for; a copy."""
         name = f"tables.{table}.{kind}"
-        values = self._rows(name).gather(positions_R, columns)
+        values = self._rows(name).gather(found.positions, columns)
         if missed is not None:
-            first, second = (self._rows(f"{name}.{m}").gather(positions_R, columns) for m in ("first", "second"))
+            first, second = (self._rows(f"{name}.{m}").gather(found.positions, columns) for m in ("first", "second"))
             as_rows = [one if one.dim() > 1 else one[:, None] for one in (values, first, second)]
             self._catch_up_of(kind).catch_up_(as_rows[0], as_rows[1], as_rows[2], missed)
-        return values
+        if len(found.unsaved):
+            values = torch.cat((values, self._formula(kind, table, found.unsaved, columns).to(values)))
+        return values if found.order_R is None else values.index_select(0, torch.from_numpy(found.order_R))
+
+    def _formula(self, kind: str, table: str, rows_R: NDArray[Any], columns: slice | None) -> Tensor:
+        """rows [R, W] or gates [R] that were never touched."""
+        config = self._reader.config
+        if kind == "gates":
+            values = torch.full((len(rows_R), 1), config.memory.row_gate_init)
+        else:
+            begin, end = (0, self._tables[table]) if columns is None else (columns.start, columns.stop)
+            rows = torch.from_numpy(rows_R)
+            values = initial_rows(rows, end - begin, config.model.init_std, config.train.seed, table, begin)
+        if self._reader.behind:
+            self._catch_up_of(kind).formula_(values, self._is_vip(rows_R))
+        return values[:, 0] if kind == "gates" else values
 
     def _catch_up_of(self, kind: str) -> SavedCatchUp:
         if kind not in self._catch_up:

@@ -6,7 +6,8 @@ A table tensor is saved data rank by data rank: first the rows of data rank 0, t
     ranges    [[start, stop, step], ...]: one range for a strided or contiguous row sharding
     tensor    the name of an integer tensor of the checkpoint, where more than MAX_RANGES ranges would be needed
 
-and a digest of the ids. Row ids have a name (a *row-id set*), and each table tensor refers to one, so that tables may
+and a digest of the ids. A run that keeps touched rows only saves those; the record then says how many rows the tables
+have. Row ids have a name (a *row-id set*), and each table tensor refers to one, so that tables may
 be sharded differently. Loading uses the recorded ids alone: how a release shards rows may change at any time.
 Numpy only, no torch.
 """
@@ -41,7 +42,15 @@ class RowIdSet:
     """The row ids of all data ranks, in the order of the ranks."""
 
     num_rows: int
+    """Rows that are saved."""
     segments: list[RowIdSegment]
+    table_rows: int | None = None
+    """Rows of the tables, where touched rows alone are saved. The others are a formula (reader.py)."""
+
+    @property
+    def limit(self) -> int:
+        """Row ids are below."""
+        return self.num_rows if self.table_rows is None else self.table_rows
 
 
 def describe_row_ids(ids: NDArray[Any], tensor: str) -> RowIdSegment:
@@ -88,12 +97,13 @@ def check_row_id_set(where: str, name: str, row_ids: RowIdSet) -> None:
             raise DamagedFileError(f"{where}: the row ids '{name}' of data rank {rank} are not {segment.count:,} rows")
 
 
-def row_positions(where: str, name: str, row_ids: RowIdSet, read_tensor: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
-    """The position of each global row [num_rows], after checking that every row is there exactly once.
+def read_row_ids(
+    where: str, name: str, row_ids: RowIdSet, read_tensor: Callable[[str], NDArray[Any]]
+) -> list[NDArray[Any]]:
+    """The ids of each data rank's rows in the saved order, after checking that no row is there twice.
 
     `where` names the checkpoint in errors; `read_tensor` gives an integer tensor of the checkpoint by name."""
-    positions = np.full(row_ids.num_rows, -1, dtype=np.int64)
-    start = 0
+    found: list[NDArray[Any]] = []
     for rank, segment in enumerate(row_ids.segments):
         if segment.ranges is not None:
             pieces = [np.arange(*ends, dtype=np.int64) for ends in segment.ranges]
@@ -103,17 +113,47 @@ def row_positions(where: str, name: str, row_ids: RowIdSet, read_tensor: Callabl
             ids = read_tensor(segment.tensor)
         if len(ids) != segment.count or row_id_digest(ids) != segment.digest:
             raise DamagedFileError(f"{where}: the row ids of data rank {rank} are damaged: their digest does not match")
-        outside = ids[(ids < 0) | (ids >= row_ids.num_rows)]
+        outside = ids[(ids < 0) | (ids >= row_ids.limit)]
         if len(outside):
             raise DamagedFileError(
                 f"{where}: the row ids of data rank {rank} name row {outside[0]}, but '{name}' has "
-                f"{row_ids.num_rows:,} rows"
+                f"{row_ids.limit:,} rows"
             )
-        order = np.sort(ids)
-        twice = np.concatenate((order[1:][order[1:] == order[:-1]], ids[positions[ids] >= 0]))
-        if len(twice):
-            raise DamagedFileError(f"{where}: the row ids name row {twice[0]} twice (data rank {rank})")
-        positions[ids] = np.arange(start, start + len(ids))
-        start += len(ids)
-    assert start == row_ids.num_rows  # as many ids as rows, all distinct and in range: no row is missing
+        found.append(ids.astype(np.int64, copy=False))
+    ordered = np.sort(np.concatenate([np.empty(0, np.int64), *found]), kind="stable")
+    twice = ordered[1:][ordered[1:] == ordered[:-1]]
+    if len(twice):
+        rank = max(rank for rank, ids in enumerate(found) if (ids == twice[0]).any())
+        raise DamagedFileError(f"{where}: the row ids name row {twice[0]} twice (data rank {rank})")
+    return found
+
+
+def row_positions(where: str, name: str, row_ids: RowIdSet, read_tensor: Callable[[str], NDArray[Any]]) -> NDArray[Any]:
+    """The position of each global row [num_rows], where every row is saved. Arguments as in `read_row_ids`."""
+    ids = np.concatenate([np.empty(0, np.int64), *read_row_ids(where, name, row_ids, read_tensor)])
+    assert len(ids) == row_ids.limit  # all distinct and in range: no row is missing
+    positions = np.empty(len(ids), dtype=np.int64)
+    positions[ids] = np.arange(len(ids))
     return positions
+
+
+class SavedRows:
+    """Which rows a row-id set holds, and where they stand."""
+
+    def __init__(self, segments: list[NDArray[Any]], table_rows: int):
+        """`segments`: the ids of each data rank's rows. `table_rows`: rows of the tables."""
+        self.segments, self.table_rows = segments, table_rows
+        ids = np.concatenate([np.empty(0, np.int64), *segments])
+        self.complete = len(ids) == table_rows
+        """Whether every row is saved."""
+        self._positions = np.argsort(ids, kind="stable")
+        self._ids = None if self.complete else ids[self._positions]
+
+    def positions_of(self, rows: NDArray[Any]) -> NDArray[Any]:
+        """The position of each of these global rows; -1 where it is not saved."""
+        if self._ids is None:
+            return self._positions[rows]
+        if len(self._ids) == 0:
+            return np.full(len(rows), -1)
+        place = np.searchsorted(self._ids, rows).clip(max=len(self._ids) - 1)
+        return np.where(self._ids[place] == rows, self._positions[place], -1)

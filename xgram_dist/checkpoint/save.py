@@ -1,7 +1,8 @@
 """Saving while training continues: the state is copied to host memory, then a thread writes it.
 
 `Saver.save` blocks for the copy only. The thread runs torch.distributed.checkpoint over a process group of its own,
-because a group that two threads use hangs when their order differs between ranks.
+because a group that two threads use hangs when their order differs between ranks. Before it, one all-gather of the
+numbers of touched rows says where each rank's rows stand.
 
 A save succeeds on all ranks or fails on all: each stage of torch.distributed.checkpoint gathers the failures of all
 ranks, and the result of what rank 0 does alone is broadcast. A failed save leaves the previous checkpoint as it was.
@@ -34,7 +35,7 @@ from xgram_dist.checkpoint.folder import (
     remove_checkpoint,
 )
 from xgram_dist.checkpoint.lease import Lease
-from xgram_dist.checkpoint.sharded_tensor import CheckpointState, LocalShard, ShardedTensor
+from xgram_dist.checkpoint.sharded_tensor import CheckpointState, LocalShard, ShardedTensor, count_rows, place_rows
 from xgram_dist.config.schema import CheckpointConfig
 from xgram_dist.console import ByteProgress
 from xgram_dist.parallel.device import empty_on_host, synchronize
@@ -120,12 +121,13 @@ class Saver:
         lines = ByteProgress(f"step {step}: checkpoint") if self.world.first else None
         try:
             unfinished = Path(self._on_rank_0(lambda: self._begin(step, files)))
-            writer = FolderWriter(unfinished, self.world.rank, facts, state.tensors, lines)
+            placed = place_rows(state, dict(self._all_gather(count_rows(state))))
+            writer = FolderWriter(unfinished, self.world.rank, facts, placed.tensors, lines)
             ignore_single_process_warning()
             save(
-                state.tensors,
+                placed.tensors,
                 storage_writer=writer,
-                planner=ShardSavePlanner(state.row_ids),
+                planner=ShardSavePlanner(placed.row_ids),
                 process_group=self._group,
                 no_dist=self.world.size == 1,
             )
@@ -136,9 +138,15 @@ class Saver:
                 discard_checkpoint(self.run, step, self._token)
             seconds = time.monotonic() - start
             return SaveResult(step, seconds, seconds if blocked is None else blocked, error=_cause(error))
-        self._staging.keep_only(writer.written)
+        self._staging.divide(_written_by_this_rank(state, placed, writer.written))
         seconds = time.monotonic() - start
         return SaveResult(step, seconds, seconds if blocked is None else blocked, writer.total_bytes)
+
+    def _all_gather(self, value: Any) -> list[Any]:
+        gathered = [value] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
 
     @property
     def _token(self) -> str:
@@ -192,6 +200,18 @@ ShardKey = tuple[str, tuple[int, ...]]
 """Name of a tensor and offsets of a shard of it."""
 
 
+def _written_by_this_rank(
+    state: CheckpointState, placed: CheckpointState, written: set[ShardKey]
+) -> dict[ShardKey, bool]:
+    """For `StagingBuffers.divide`: shards have their offsets before `place_rows`. One without rows is written by
+    nobody."""
+    return {
+        (name, shard.offsets): (name, final.offsets) in written
+        for name, tensor in state.tensors.items()
+        for shard, final in zip(tensor.shards, placed.tensors[name].shards, strict=False)
+    }
+
+
 class StagingBuffers:
     """The host copy of a state that the thread writes from.
 
@@ -200,13 +220,14 @@ class StagingBuffers:
 
     def __init__(self) -> None:
         self._buffers: dict[ShardKey, Tensor] = {}
-        self._keys: set[ShardKey] | None = None
-        """The shards that this rank writes; None: not known before the first save."""
+        self._skipped: set[ShardKey] = set()
 
-    def keep_only(self, keys: set[ShardKey]) -> None:
-        """Copy no more than these shards from now on: other ranks write the rest."""
-        self._keys = keys
-        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key in keys}
+    def divide(self, written: dict[ShardKey, bool]) -> None:
+        """After a save, of each shard that this rank holds: whether it has written it. Those that other ranks write
+        are not copied from now on."""
+        self._skipped -= {key for key, by_this_rank in written.items() if by_this_rank}
+        self._skipped |= {key for key, by_this_rank in written.items() if not by_this_rank}
+        self._buffers = {key: buffer for key, buffer in self._buffers.items() if key not in self._skipped}
 
     @torch.no_grad()
     def copy(self, state: CheckpointState) -> CheckpointState:
@@ -215,7 +236,7 @@ class StagingBuffers:
             (name, shard.offsets): shard.tensor
             for name, tensor in state.tensors.items()
             for shard in tensor.shards
-            if self._keys is None or (name, shard.offsets) in self._keys
+            if (name, shard.offsets) not in self._skipped
         }
         covered_bases = _covered_bases(list(shards.values()))
         copies: dict[ShardKey, Tensor] = {}

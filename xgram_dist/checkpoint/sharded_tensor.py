@@ -6,7 +6,7 @@ state saved as one set of shards loads into any other: torch.distributed.checkpo
     backbone.NAME                          fp32 master weights; .first_moment and .second_moment beside them
     tables.layers.L.SITE.V.rows, .gates    [num_rows, width] and [num_rows]; beside them .first, .second or .accumulator
     tables.view-V.rows.last                what the optimizer keeps for each row of a view, or once for all rows
-    row_ids.tables.data-R                  global ids of the rows of data rank R, where ranges do not compress them
+    row_ids.SET.data-R                     global ids of the rows of data rank R, where ranges do not compress them
     rng.rank-R                             torch's random generator of a rank
 
 Rows of table tensors stand in the order of the data ranks; the row ids (row_ids.py) say which global rows those are.
@@ -25,7 +25,7 @@ from xgram_dist.checkpoint.manifest import TABLE_ROWS
 from xgram_dist.checkpoint.row_ids import RowIdSegment, describe_row_ids
 from xgram_dist.engine.base import Engine
 from xgram_dist.parallel.mesh import Mesh
-from xgram_dist.tables.shard import TableShards
+from xgram_dist.tables.shard import TableShards, TouchedShard
 
 MOMENT_SUFFIXES = (".first_moment", ".second_moment")
 
@@ -65,6 +65,9 @@ class LocalRowIds:
 
     data_rank: int
     segment: RowIdSegment
+    table_rows: int | None = None
+    """As in `RowIdSet`. If it is set, row offsets count from this rank's first row until `place_rows`: how many rows
+    the other ranks have touched is not known before."""
 
 
 @dataclass
@@ -109,26 +112,58 @@ def backbone_state(engine: Engine, mesh: Mesh) -> Tensors:
 def table_state(shards: TableShards, mesh: Mesh) -> CheckpointState:
     """Rows, gates and optimizer state of all tables. Columns are sharded over the tensor axis; all else is replicated
     over it."""
-    counts = np.bincount(shards.sharding.owner, minlength=mesh.data.size)
-    first_row, num_rows = int(counts[: mesh.data.rank].sum()), int(counts.sum())
+    sharding, rank, num_rows = shards.sharding, mesh.data.rank, shards.num_rows
     tensors: Tensors = {}
+    row_ids: dict[str, LocalRowIds] = {}
     for shard in shards:
-        state = shard.state_dict()
+        state, touched = shard.state_dict(), isinstance(shard, TouchedShard)
+        row_set = f"{TABLE_ROWS}.view-{shard.slab.view}" if touched else TABLE_ROWS
+        first_row = 0 if touched else sum(sharding.count(lower) for lower in range(rank))
         for name, tensor in state.columns.items():
             width = tensor.shape[1]
             local = LocalShard((first_row, mesh.tensor.rank * width), tensor)
             shape = (num_rows, width * mesh.tensor.size)
-            tensors[f"tables.{name}"] = ShardedTensor(shape, tensor.dtype, [local], TABLE_ROWS)
+            tensors[f"tables.{name}"] = ShardedTensor(shape, tensor.dtype, [local], row_set)
         for name, tensor in (state.tables | state.rows).items():
             local = LocalShard((first_row,), tensor)
-            tensors[f"tables.{name}"] = ShardedTensor((num_rows,), tensor.dtype, [local], TABLE_ROWS)
+            tensors[f"tables.{name}"] = ShardedTensor((num_rows,), tensor.dtype, [local], row_set)
         for name, tensor in state.replicated.items():
             tensors[f"tables.{name}"] = ShardedTensor.replicated(tensor)
-    ids = shards[0].row_ids.cpu().numpy()  # all shards share one row sharding
-    segment = describe_row_ids(ids, f"row_ids.{TABLE_ROWS}.data-{mesh.data.rank}")
-    if segment.tensor is not None:
-        tensors[segment.tensor] = ShardedTensor.replicated(_smallest_integers(ids, num_rows))
-    return CheckpointState(tensors, {TABLE_ROWS: LocalRowIds(mesh.data.rank, segment)})
+        if row_set not in row_ids:  # shards that hold all rows share one set
+            ids = state.row_ids.cpu().numpy()
+            segment = describe_row_ids(ids, f"row_ids.{row_set}.data-{rank}")
+            if segment.tensor is not None:
+                tensors[segment.tensor] = ShardedTensor.replicated(_smallest_integers(ids, num_rows))
+            row_ids[row_set] = LocalRowIds(rank, segment, num_rows if touched else None)
+    return CheckpointState(tensors, row_ids)
+
+
+RowCounts = dict[str, int]
+"""Row-id set -> rows."""
+
+
+def count_rows(state: CheckpointState) -> tuple[int, RowCounts]:
+    """(data rank, this rank's rows of each set that `place_rows` has to place)."""
+    ranks = [local.data_rank for local in state.row_ids.values()]
+    touched = {name: one.segment.count for name, one in state.row_ids.items() if one.table_rows is not None}
+    return max(ranks, default=0), touched
+
+
+def place_rows(state: CheckpointState, counts: dict[int, RowCounts]) -> CheckpointState:
+    """The state with the touched rows of the data ranks one after the other. `counts`: of each data rank."""
+    tensors: Tensors = {}
+    for name, tensor in state.tensors.items():
+        local = None if tensor.row_ids is None else state.row_ids[tensor.row_ids]
+        if local is None or local.table_rows is None:
+            tensors[name] = tensor
+            continue
+        of_ranks = [counts[rank][str(tensor.row_ids)] for rank in range(len(counts))]
+        first, total = sum(of_ranks[: local.data_rank]), sum(of_ranks)
+        # A rank without rows has no shard, or its offsets would be those of the next rank's.
+        holds = of_ranks[local.data_rank] > 0 or (total == 0 and local.data_rank == 0)
+        shards = [LocalShard((first + one.offsets[0], *one.offsets[1:]), one.tensor) for one in tensor.shards if holds]
+        tensors[name] = ShardedTensor((total, *tensor.shape[1:]), tensor.dtype, shards, tensor.row_ids)
+    return CheckpointState(tensors, state.row_ids)
 
 
 def _smallest_integers(ids: NDArray[Any], num_rows: int) -> Tensor:

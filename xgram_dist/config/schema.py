@@ -256,6 +256,10 @@ class MemoryConfig(Section):
     row-wise Adagrad. auto is dense or catch_up, by the share of rows a step is expected to hit."""
     count_updates: bool = False
     """Count the updates of every row, for `diagnose`; without it, their number is estimated from token frequencies."""
+    rows: Literal["auto", "all", "touched"] = "auto"
+    """Rows that a rank keeps of those it owns. all: every row from the start. touched: rows that were read at least
+    once; the others are a formula of the seed, so that memory and checkpoints grow with what the text touches. Results
+    are the same bit for bit. auto: touched for tables of more than 2^24 rows, unless the optimizer is dense."""
     placement: Literal["device", "host"] = "device"
     """Memory tier of rows and optimizer state. The working set is always on the device."""
     window: Literal["step"] | Positive | Bytes = "step"

@@ -73,6 +73,7 @@ class LayoutEstimate:
             "micro_batches": self.micro_batches,
             "table_optimizer": None if tables is None else tables.optimizer,
             "windows": None if tables is None else tables.window_sizes,
+            "touched_rows": None if tables is None else tables.run.as_dict(),
             "memory": [allocation.as_dict() for allocation in self.allocations],
             "device_bytes": self.device_bytes,
             "host_bytes": self.host_bytes,

@@ -10,6 +10,7 @@ from xgram_dist.estimate.flops import Budget
 from xgram_dist.estimate.layout import LayoutEstimate
 from xgram_dist.estimate.memory import Phase
 from xgram_dist.estimate.step_time import PUBLIC_MFU, Machine
+from xgram_dist.estimate.touched_rows import TouchedEstimate
 from xgram_dist.parallel.device import MAX_PLANNING_THREADS
 
 BUDGET_LABELS = {
@@ -32,6 +33,7 @@ ALLOCATION_LABELS = {
     "backbone_compute": "backbone: gathered or cast for compute",
     "backbone_buffers": "backbone: communication buffers",
     "tables": "tables: rows",
+    "row_slots": "tables: slots of touched rows",
     "row_gates": "tables: row gates",
     "table_optimizer": "tables: optimizer state",
     "row_gate_optimizer": "tables: optimizer state of the gates",
@@ -93,6 +95,9 @@ class Report:
         if self.exchange is not None:
             print()
             _print_exchange(self.exchange)
+        if self.layout.tables is not None:
+            print()
+            _print_touched_rows(self.layout.tables.run)
         print()
         _print_memory(self.layout, self.memory_limit, self.advice)
         print()
@@ -151,6 +156,21 @@ def _print_exchange(e: dict[str, Any]) -> None:
         _print_policies(e["policies"], e["tokens_per_rank_step"])
     print(f"\ntokens as independent draws from {e['frequencies']}", end="")
     print("" if e["routing"] in (None, e["frequencies"]) else f", routing of {e['routing']}")
+
+
+def _print_touched_rows(run: TouchedEstimate) -> None:
+    rows = [
+        ["rows of a table", f"{run.rows:,}"],
+        ["rows touched at the end, expected", f"{run.touched:,.0f} ({100 * run.touched / run.rows:.2g} %)"],
+    ]
+    if run.record_bytes:
+        rows += [
+            ["record of a row, over all tables", format_bytes(run.record_bytes)],
+            ["records of a rank at the end", format_bytes(run.rank_bytes)],
+            ["their part of a checkpoint, all ranks", format_bytes(run.checkpoint_bytes)],
+        ]
+    rows.append(["rows kept (memory.rows)", "touched" if run.kept else "all"])
+    print_table([f"rows touched by {run.tokens:,} tokens", "count"], rows)
 
 
 def _print_policies(policies: list[dict[str, Any]], tokens: int) -> None:

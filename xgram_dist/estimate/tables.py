@@ -13,9 +13,10 @@ from xgram_dist.estimate.device_traffic import exchange_bytes
 from xgram_dist.estimate.exchange import WIRE_BYTES
 from xgram_dist.estimate.flops import num_row_gates
 from xgram_dist.estimate.memory import INT32, INT64, Allocation
+from xgram_dist.estimate.touched_rows import TouchedEstimate, plan_touched_rows
 from xgram_dist.estimate.traffic import Traffic, plan_window_sizes
 from xgram_dist.model.methods.base import method_of, table_layout
-from xgram_dist.tables.exchange_plan import ID_BYTES
+from xgram_dist.tables.exchange_plan import id_bytes
 from xgram_dist.tables.layout import (
     RESIDUAL_SITES,
     plan_layer_groups,
@@ -43,6 +44,8 @@ PLANNING_SECONDS = {"key": 11e-9, "vector": 25e-9}
 @dataclass(frozen=True)
 class TableEstimate:
     optimizer: str
+    run: TouchedEstimate
+    """Rows that the whole run touches."""
     allocations: list[Allocation]
     messages: list[Message]
     update_bytes: float
@@ -69,7 +72,9 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     distinct, largest_vectors = max(seen, key=lambda window: window[0])
     hit_share = traffic.touched_share(per_micro_batch * micro_batches * axes.data)
     optimizer = choose_optimizer(config, hit_share)
-    rows, hit_rows = traffic.rows_held, hit_share * traffic.rows_held
+    run = plan_touched_rows(config, axes, optimizer, traffic)
+    hit_rows = hit_share * traffic.rows_held
+    rows = traffic.rows_held * (run.touched / run.rows if run.kept else 1.0)
     width, gates = sum(slab.width for slab in slabs), num_row_gates(config)
     host = config.memory.placement == "host"
     slab_elements = [count * slab.width for count, slab in zip(largest_vectors, slabs, strict=True)]
@@ -82,6 +87,7 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     allocations = [
         # with global row ids, hit flags, counters of updates
         Allocation("tables", FP32 * rows * width + rows * (INT64 + len(slabs) + counters), host=host),
+        Allocation("row_slots", run.slot_bytes if run.kept else 0.0, host=True),
         Allocation("row_gates", FP32 * rows * gates, host=host),
         *_optimizer_allocations(config, optimizer, rows, hit_rows, len(window_sizes), axes.tensor, in_place),
         Allocation("working_set", 2 * FP32 * vectors_held * _working_set_width(config, axes.tensor)),
@@ -95,6 +101,7 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     elements = sum(count * slab.width for count, slab in zip(vectors, slabs, strict=True))
     return TableEstimate(
         optimizer=optimizer,
+        run=run,
         allocations=allocations,
         messages=[
             *_exchange_messages(config, axes, sum(vectors), elements),
@@ -179,7 +186,9 @@ def _exchange_messages(config: Config, axes: Axes, vectors: float, elements: flo
     """On the data axis; local rows do not travel."""
     remote, wire = (axes.data - 1) / axes.data, WIRE_BYTES[config.memory.wire]
     return [
-        Message("token ids", "all-to-all", "data", axes.data, ID_BYTES * vectors * remote),
+        Message(
+            "token ids", "all-to-all", "data", axes.data, id_bytes(table_layout(config).num_rows) * vectors * remote
+        ),
         Message("table vectors", "all-to-all", "data", axes.data, wire * elements * remote),
         Message("table gradients", "all-to-all", "data", axes.data, wire * elements * remote),
     ]

@@ -90,6 +90,10 @@ class Traffic(ABC):
             self._share_by_tokens[tokens] = self._touched_share(tokens)
         return self._share_by_tokens[tokens]
 
+    def run_share(self, tokens: int) -> float:
+        """The same for the tokens of a whole run."""
+        return self.touched_share(tokens)
+
     @abstractmethod
     def _seen(self, tokens: int) -> tuple[float, list[float]]: ...
 
@@ -119,11 +123,12 @@ class TokenTraffic(Traffic):
 
 
 class NgramTraffic(Traffic):
-    """Tables that are indexed by hashed n-grams. Their frequencies are not known: each counts as new, so the figures
-    are upper bounds."""
+    """Tables that are indexed by hashed n-grams. Their frequencies are not known: in a step each counts as new, and in
+    a run they are those of independent tokens. Both are upper bounds."""
 
-    def __init__(self, config: Config, ranks: int):
+    def __init__(self, config: Config, frequencies: NDArray[Any], ranks: int):
         super().__init__()
+        self._method, self._frequencies = method_of(config), frequencies
         self._keys_per_token = method_of(config).num_ngram_keys
         self._num_rows = table_layout(config).num_rows
         self.rows_held = -(-self._num_rows // ranks)
@@ -135,11 +140,14 @@ class NgramTraffic(Traffic):
     def _touched_share(self, tokens: int) -> float:
         return float(chance_seen(np.array([self._keys_per_token / self._num_rows]), tokens)[0])
 
+    def run_share(self, tokens: int) -> float:
+        return self._method.run_share(tokens, self._frequencies)
+
 
 def build_traffic(config: Config, frequencies: NDArray[Any], routing: Routing | None, ranks: int) -> Traffic:
     """`ranks`: of the data axis. The recipe must have tables."""
     if method_of(config).num_ngram_keys:
-        return NgramTraffic(config, ranks)
+        return NgramTraffic(config, frequencies, ranks)
     return TokenTraffic(config, frequencies, routing, ranks)
 
 

@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist import __version__
+from xgram_dist.checkpoint.manifest import TOUCHED_VERSION
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.checkpoint.tensor_file import DTYPE_NAMES, encode_header
 from xgram_dist.config import dump_config
@@ -40,6 +41,7 @@ from xgram_dist.inference.mapped_tables import MappedTables
 from xgram_dist.inference.model import Checkpoint
 from xgram_dist.model.methods.base import ComputedTables, method_of, table_layout
 from xgram_dist.parallel.device import DTYPES
+from xgram_dist.tables.optimizers.build import ALL_ROWS
 
 SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
@@ -132,6 +134,12 @@ def xgram_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> ExportedWeights
 
 def _with_trained_tables(reader: CheckpointReader, weights: ExportedWeights, dtype: torch.dtype) -> ExportedWeights:
     """Add rows in global order, caught up; gates and token -> row maps where there are any."""
+    num_rows = table_layout(reader.config).num_rows
+    if num_rows > ALL_ROWS and reader.manifest.version == TOUCHED_VERSION:
+        raise UserError(
+            f"'{reader.folder}' saves touched rows of tables of {num_rows:,}, and an exported model has all of them: "
+            f"too many; use 'generate' and 'eval', which read the checkpoint itself"
+        )
     gated = False
     for number, slab in enumerate(table_layout(reader.config).slabs):
         for table in slab.tables:

@@ -1,8 +1,8 @@
 """Table vectors at inference, gathered from the files of a checkpoint.
 
 The files are memory-mapped. A token's vector depends on its id alone, so a lookup reads the pages of a few rows; no
-table is loaded, and processes on one machine share the pages. Rows are found by their position in the saved order,
-whatever the layout of the run that saved them, and are caught up when they are read (checkpoint/reader.py).
+table is loaded, and processes on one machine share the pages. Rows are found whatever the layout of the run that saved
+them, and are caught up when they are read (checkpoint/reader.py).
 Shapes: U distinct tokens, N accesses, R distinct rows, W width of a table, J tables of a view.
 """
 
@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xgram_dist.checkpoint.reader import CheckpointReader
+from xgram_dist.checkpoint.reader import CheckpointReader, FoundRows
 from xgram_dist.inference.hf.decoder import accesses_of, combined
 from xgram_dist.model.methods.base import table_layout
 from xgram_dist.tables.layout import Slab
@@ -23,7 +23,6 @@ class MappedTables:
     """All trained tables of a checkpoint."""
 
     def __init__(self, reader: CheckpointReader):
-        self._positions = reader.positions()
         self._routed = reader.routing is not None
         self._views = [_ViewLookup(reader, slab) for slab in table_layout(reader.config).slabs]
 
@@ -35,9 +34,8 @@ class MappedTables:
             for view in self._views:
                 vectors |= view.routed_vectors(tokens_U)
         else:
-            positions_U = self._positions[tokens_U.numpy()]
             for view in self._views:
-                vectors |= view.token_rows(positions_U)
+                vectors |= view.token_rows(tokens_U.numpy())
         return vectors
 
 
@@ -54,31 +52,32 @@ class _ViewLookup:
         if reader.routing is not None:
             view = reader.routing.views[slab.view]
             self._offsets = torch.from_numpy(view.offsets.copy())
-            self._positions_of_accesses = reader.positions()[view.rows]
+            self._rows_of_accesses = view.rows.astype(np.int64)
             self._coefficients = torch.from_numpy(view.coefficients.copy())
 
-    def token_rows(self, positions_U: NDArray[Any]) -> dict[str, Tensor]:
+    def token_rows(self, rows_U: NDArray[Any]) -> dict[str, Tensor]:
         """Without routing a token's vector is its own row."""
-        positions_R, index_U = np.unique(positions_U, return_inverse=True)
+        rows_R, index_U = np.unique(rows_U, return_inverse=True)
         index = torch.from_numpy(index_U)
         return {
             name: values_RW.index_select(0, index)
-            for name, values_RW in zip(self._tables, self._values("rows", positions_R), strict=True)
+            for name, values_RW in zip(self._tables, self._values("rows", self._saved.find(rows_R)), strict=True)
         }
 
     def routed_vectors(self, tokens_U: Tensor) -> dict[str, Tensor]:
         """The retrieval equation: gated rows, combined by the coefficients of the token's accesses."""
         accesses_N, starts_U = accesses_of(tokens_U, self._offsets)
-        positions_R, inverse = np.unique(self._positions_of_accesses[accesses_N.numpy()], return_inverse=True)
+        rows_R, inverse = np.unique(self._rows_of_accesses[accesses_N.numpy()], return_inverse=True)
+        found = self._saved.find(rows_R)
         index_N, coefficients_N = torch.from_numpy(inverse), self._coefficients[accesses_N]
-        rows_RW = torch.cat(self._values("rows", positions_R), 1)
+        rows_RW = torch.cat(self._values("rows", found), 1)
         if self._gated:
-            gates_RJ = torch.stack(self._values("gates", positions_R), 1)
+            gates_RJ = torch.stack(self._values("gates", found), 1)
             rows_RW *= torch.sigmoid(gates_RJ).repeat_interleave(self._widths_J, dim=1, output_size=rows_RW.shape[1])
         vectors_UW = combined(rows_RW, index_N, starts_U, coefficients_N)
         return dict(zip(self._tables, vectors_UW.split(self._widths, dim=1), strict=True))
 
-    def _values(self, kind: str, positions_R: NDArray[Any]) -> list[Tensor]:
+    def _values(self, kind: str, found: FoundRows) -> list[Tensor]:
         """Rows [R, W] or gates [R] of each table, caught up."""
-        missed = self._saved.missed(kind, positions_R)
-        return [self._saved.values(kind, name, positions_R, missed) for name in self._tables]
+        missed = self._saved.missed(kind, found)
+        return [self._saved.values(kind, name, found, missed) for name in self._tables]

@@ -24,7 +24,7 @@ from xgram_dist.tables.exchange_messages import ShardedWorkingSet, SlabExchange,
 from xgram_dist.tables.exchange_plan import ExchangePlanner, Window, WindowRule
 from xgram_dist.tables.layout import TableLayout, plan_layer_groups, reads_in_place, residual_gradients_are_partial
 from xgram_dist.tables.ngrams import NgramKeys
-from xgram_dist.tables.optimizers.build import TableOptimizerSettings, choose_optimizer
+from xgram_dist.tables.optimizers.build import ALL_ROWS, TableOptimizerSettings, choose_optimizer, keeps_touched_rows
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import plan_row_sharding
 from xgram_dist.tables.shard import TableShards
@@ -57,8 +57,11 @@ class ShardedTables:
         self.overlap = config.memory.overlap and self.data_group.size > 1
         self._groups = plan_layer_groups(config, layout, self.data_group.size)
         """The layers of each message."""
-        settings = TableOptimizerSettings.of(config, routing, num_rows, optimizer or choose_optimizer(config, None))
-        self.shards = TableShards(config, slabs, routing, shard_device, sharding, mesh, settings)
+        # Of a table that is kept by touched rows, a step hits few.
+        kind = optimizer or choose_optimizer(config, None if num_rows <= ALL_ROWS else 0.0)
+        settings = TableOptimizerSettings.of(config, routing, num_rows, kind)
+        touched = keeps_touched_rows(config, num_rows, kind)
+        self.shards = TableShards(config, slabs, routing, shard_device, sharding, mesh, settings, touched=touched)
         self.planner = ExchangePlanner(
             routing,
             slabs,
@@ -69,6 +72,7 @@ class ShardedTables:
             (device, shard_device),
             keys_of,
             zero_copy=reads_in_place(config, same_device=shard_device == device),
+            records=self.shards.records,
         )
         self._thread = ThreadPoolExecutor(1, "plan", begin_planning_thread, (device,))
 
@@ -104,6 +108,7 @@ class ShardedTables:
     def close(self) -> None:
         self._thread.shutdown()
         self.planner.close()
+        self.shards.close()
 
 
 def shards_of(lookup: Lookup) -> TableShards | None:

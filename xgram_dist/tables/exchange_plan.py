@@ -23,7 +23,7 @@ R touched rows.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -39,6 +39,7 @@ from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.lookup import Accesses, build_gathered_accesses, build_zero_copy_accesses
 from xgram_dist.tables.ngrams import NgramKeys
+from xgram_dist.tables.records import Records
 from xgram_dist.tables.requests import (
     NgramRequests,
     OneOwnerPerToken,
@@ -53,7 +54,7 @@ from xgram_dist.tables.requests import (
 )
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import RowSharding, owners_of_tokens
-from xgram_dist.tables.touched_rows import Dedup, Integers, RowRanges, TouchedRows, touch_rows
+from xgram_dist.tables.touched_rows import MAX_INT32, Dedup, Integers, RowRanges, TouchedRows, touch_rows
 
 # What a plan holds.
 
@@ -85,6 +86,8 @@ class SlabPlan:
     """None: the window is the whole step."""
     num_remote_tokens: int
     """Distinct tokens with a row on another rank: no exchange can move fewer vectors."""
+    num_slots: int = 0
+    """Where shards keep touched rows only, so that local rows are slots: how many there are with this plan's."""
 
 
 @dataclass(frozen=True)
@@ -107,6 +110,11 @@ VECTOR_BYTES = 4
 """Vectors and their gradients are fp32 in the working set, whatever the wire type."""
 ID_BYTES = 4
 """Of a token id on the wire: int32."""
+
+
+def id_bytes(num_keys: int) -> int:
+    """Of a key on the wire: those of n-grams may need int64."""
+    return ID_BYTES if num_keys <= MAX_INT32 else 2 * ID_BYTES
 
 
 @dataclass
@@ -168,10 +176,10 @@ class LocalAccessLists:
 
     def __init__(self, routing: Routing, view: int, sharding: RowSharding, rank: int):
         lists = routing.views[view]
-        is_local = sharding.owner[lists.rows] == rank
+        is_local = sharding.owners_of(lists.rows) == rank
         before = np.concatenate(([0], np.cumsum(is_local)))  # accesses kept before each entry
         self.offsets: Integers = before[lists.offsets]
-        self.rows: Integers = sharding.local[lists.rows[is_local]]
+        self.rows: Integers = sharding.local_rows(lists.rows[is_local])
         self.coefficients: NDArray[Any] = lists.coefficients[is_local].astype(np.float32)
 
 
@@ -199,9 +207,11 @@ class ExchangePlanner:
         devices: tuple[torch.device, torch.device],
         keys_of: NgramKeys | None = None,
         zero_copy: bool = False,
+        records: list[Records] | None = None,
     ):
         """`group`: the data axis's host group. `devices`: of the working set, and of the rows. `keys_of`: the keys of
-        each position; without it, the token itself. `zero_copy`: local rows are read in place."""
+        each position; without it, the token itself. `zero_copy`: local rows are read in place. `records`: of each
+        shard, where shards keep touched rows only: plans then name slots instead of local rows."""
         self.group, self.rule = group, rule
         self._order = OwnerOrder(group)
         self.device, self.shard_device = devices
@@ -209,7 +219,7 @@ class ExchangePlanner:
             LocalAccessLists(routing, slab.view, sharding, group.rank) if routing else None for slab in slabs
         ]
         assert not zero_copy or routing is None
-        self._zero_copy = zero_copy
+        self._zero_copy, self._records = zero_copy, records
         self._pool = PlanningPool()
         self._requests: Requests
         if keys_of is not None:
@@ -219,7 +229,8 @@ class ExchangePlanner:
             self._requests = TokenRequests(TokenNumbering(owners, self._order, self.device), len(slabs))
         else:
             self._requests = TokenRequests(RowNumbering(num_keys, self._order), len(slabs))
-        self._num_rows = len(sharding.rows_of(group.rank))
+        self._id_type = np.dtype(f"i{id_bytes(num_keys)}")
+        self._num_rows = sharding.count(group.rank)
         self._dedup_rows = Dedup(self._num_rows)
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> list[Window]:
@@ -253,7 +264,7 @@ class ExchangePlanner:
         work.wait()
         from_rank = received_counts.numpy()  # [rank, window, slab]
         received_ids, work = self.group.all_to_all(
-            torch.from_numpy(np.concatenate(ids).astype(np.int32, copy=False)),
+            torch.from_numpy(np.concatenate(ids).astype(self._id_type, copy=False)),
             to_owner.sum(axis=(1, 2)).tolist(),
             from_rank.sum(axis=(1, 2)).tolist(),
         )
@@ -292,7 +303,7 @@ class ExchangePlanner:
     ) -> list[Window]:
         """The windows, with their index tensors on the device."""
         slabs, rank = range(len(self.access_lists)), self.group.rank
-        parts = [self._parts_of_step([of_slab[s].touched for of_slab in reads]) for s in slabs]
+        parts = [self._parts_of_step(s, [of_slab[s].touched for of_slab in reads]) for s in slabs]
         windows = []
         for w, (micro_batches, request) in enumerate(zip(slices, requests, strict=True)):
             plans = []
@@ -304,9 +315,10 @@ class ExchangePlanner:
                         served=served[w, s].tolist(),
                         num_local=len(touched.rows_R) if self._zero_copy else num_local,
                         combination=slab.combination,
-                        accesses=self._accesses(reads[w][s], num_local),
+                        accesses=self._accesses(s, reads[w][s], num_local),
                         part=parts[s][w],
                         num_remote_tokens=slab.num_remote_tokens,
+                        num_slots=0 if self._records is None else len(self._records[s].slots),
                     )
                 )
             index, keys_of_rows = request.index, request.keys_U
@@ -316,12 +328,15 @@ class ExchangePlanner:
             windows.append(Window(micro_batches, index.slots(self.device), len(request.keys_U), plans, keys_of_rows))
         return windows
 
-    def _accesses(self, reads: LocalReads, num_local: int) -> Accesses:
+    def _accesses(self, slab: int, reads: LocalReads, num_local: int) -> Accesses:
+        touched = replace(reads.touched, rows_R=self._row_names(slab, reads.touched.rows_R))
         if self._zero_copy:
-            return build_zero_copy_accesses(reads.touched, self.shard_device)
-        return build_gathered_accesses(
-            reads.touched, reads.counts_Q, reads.coefficients_N, num_local, self.shard_device
-        )
+            return build_zero_copy_accesses(touched, self.shard_device)
+        return build_gathered_accesses(touched, reads.counts_Q, reads.coefficients_N, num_local, self.shard_device)
+
+    def _row_names(self, slab: int, rows_R: Integers) -> Integers:
+        """What the shard calls these local rows."""
+        return rows_R if self._records is None else self._records[slab].slots_of(rows_R)
 
     def _zero_copy_slots(self, keys_U: Integers, touched: TouchedRows) -> tuple[Integers, Integers]:
         """(where the vector of each distinct key lies in a working set that begins with the touched rows; its keys)."""
@@ -330,12 +345,12 @@ class ExchangePlanner:
         global_R = touched.rows_R.astype(np.int64) * self.group.size + self.group.rank
         return slot_U, np.concatenate((global_R, keys_U[num_local:]))
 
-    def _parts_of_step(self, windows: list[TouchedRows]) -> list[PartOfStep] | list[None]:
+    def _parts_of_step(self, slab: int, windows: list[TouchedRows]) -> list[PartOfStep] | list[None]:
         """For each window, its share of the rows that the step touches."""
         if len(windows) == 1:
             return [None]
         rows = [touched.rows_R for touched in windows]
         distinct, index = self._dedup_rows(np.concatenate(rows))
-        step_rows = index_to_device(distinct, self.shard_device)
+        step_rows = index_to_device(self._row_names(slab, distinct), self.shard_device)
         indices = np.split(index, np.cumsum([len(rows_R) for rows_R in rows])[:-1])
         return [PartOfStep(step_rows, index_to_device(index_R, self.shard_device)) for index_R in indices]

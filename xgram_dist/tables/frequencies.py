@@ -93,6 +93,28 @@ def chance_seen(probabilities: NDArray[Any], tokens: int) -> NDArray[np.float64]
     return chance
 
 
+LOG_BIN = 0.05
+"""Width of a bin of log probabilities, in which `expected_ngrams` counts n-grams."""
+
+
+def expected_ngrams(frequencies: NDArray[Any], order: int, tokens: int) -> float:
+    """Distinct n-grams of `order` tokens in a text of so many, if tokens were independent draws. Real text repeats its
+    n-grams more often, so this is an upper bound.
+
+    An n-gram's log probability is the sum of its tokens', so a histogram over n-grams is that over tokens, convolved
+    with itself. No list of n-grams is made."""
+    probabilities = frequencies[frequencies > 0] / np.sum(frequencies, dtype=np.float64)
+    logs = np.log(probabilities)
+    lowest = logs.min()
+    of_token: NDArray[np.float64] = np.bincount(np.rint((logs - lowest) / LOG_BIN).astype(np.int64)).astype(np.float64)
+    counts = of_token
+    for _ in range(order - 1):
+        counts = np.convolve(counts, of_token)
+    bins = np.exp(order * lowest + LOG_BIN * np.arange(len(counts)))
+    # Rounding to bins must not change what all probabilities sum to.
+    return float(counts @ chance_seen(bins / (counts @ bins), tokens))
+
+
 def row_probabilities(
     frequencies: NDArray[Any], routing: Routing | None, view: int, num_rows: int
 ) -> NDArray[np.float64]:

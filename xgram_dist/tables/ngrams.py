@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from xgram_dist.errors import UserError
 from xgram_dist.files import int_array, read_npz, write_npz
-from xgram_dist.tables.touched_rows import Integers
+from xgram_dist.tables.touched_rows import MAX_INT32, Integers
 
 # Folding
 
@@ -136,10 +136,32 @@ def primes_from(minimum: int, count: int) -> tuple[int, ...]:
     primes: list[int] = []
     number = max(2, minimum)
     while len(primes) < count:
-        if all(number % divisor for divisor in range(2, int(number**0.5) + 1)):
+        if is_prime(number):
             primes.append(number)
         number += 1
     return tuple(primes)
+
+
+_WITNESSES = (2, 3, 5, 7, 11, 13, 17, 19, 23, 29, 31, 37)
+"""Miller and Rabin's test with these is exact for all numbers below 3 * 10^23."""
+
+
+def is_prime(number: int) -> bool:
+    if any(number % prime == 0 for prime in _WITNESSES):
+        return number in _WITNESSES
+    odd, twos = number - 1, 0
+    while odd % 2 == 0:
+        odd, twos = odd // 2, twos + 1
+    for witness in _WITNESSES:
+        power = pow(witness, odd, number)
+        if power not in (1, number - 1):
+            for _ in range(twos - 1):
+                power = power * power % number
+                if power == number - 1:
+                    break
+            else:
+                return False
+    return number > 1
 
 
 def _multipliers(layer: int, order: int, vocabulary: int) -> tuple[int, ...]:
@@ -193,7 +215,11 @@ class NgramKeys:
             mixed ^= previous * np.uint64(multiplier)
         heads = self.hash.rows[layer][order]
         # numpy divides by a constant four times as fast as it takes the remainder.
-        return [(mixed - mixed // np.uint64(rows) * np.uint64(rows)).astype(np.int32) for rows in heads]
+        types = [np.int32 if rows <= MAX_INT32 else np.int64 for rows in heads]
+        return [
+            (mixed - mixed // np.uint64(rows) * np.uint64(rows)).astype(number)
+            for rows, number in zip(heads, types, strict=True)
+        ]
 
     def _shifted(self, ids: Integers, tokens: Integers, steps: int) -> Integers:
         """ids[t - steps]."""

@@ -17,6 +17,7 @@ position, D distinct rows of a head.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -26,7 +27,7 @@ from xgram_dist.parallel.device import PlanningPool, index_to_device, to_device
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.lookup import segment_sums
 from xgram_dist.tables.ngrams import Grams, NgramKeys
-from xgram_dist.tables.touched_rows import Dedup, Integers
+from xgram_dist.tables.touched_rows import MAX_INT32, Dedup, Integers
 
 # What is requested.
 
@@ -260,7 +261,6 @@ class HeadRows:
 class NgramRequests(Requests):
     def __init__(self, keys: NgramKeys, order: OwnerOrder, num_slabs: int, pool: PlanningPool):
         self._keys, self._order, self._num_slabs, self._pool = keys, order, num_slabs, pool
-        self._position = order.position.astype(np.int32)
         hashing = keys.hash
         self._groups = [(layer, o) for layer in range(len(hashing.multipliers)) for o in range(len(hashing.orders))]
         """(layer, order) of each group of heads."""
@@ -270,6 +270,9 @@ class NgramRequests(Requests):
         self._owned = -(-max(rows) // order.size) + 1
         """No rank owns more rows of a head."""
         self._dedup = Dedup(order.size * self._owned)
+        self._cell_type: Any = np.int32 if order.size * self._owned <= MAX_INT32 else np.int64
+        self._key_type = np.int32 if sum(rows) <= MAX_INT32 else np.int64
+        self._position = order.position.astype(self._cell_type)
 
     def plan(self, windows: list[Integers]) -> list[WindowRequest]:
         grams = self._pool.map(self._keys.grams, windows)
@@ -293,20 +296,20 @@ class NgramRequests(Requests):
         return [self._head_rows(head, row_G) for head, row_G in zip(self._heads_of(group), rows, strict=True)]
 
     def _head_rows(self, head: int, row_G: Integers) -> HeadRows:
-        size, first = self._order.size, self._first_rows[head]
-        row_G = row_G + np.int32(first % size)  # so that row % size is the owner
-        local_G = row_G // np.int32(size)
-        cell_G = self._position.take(row_G - local_G * np.int32(size)) * np.int32(self._owned) + local_G
+        number, size, first = self._cell_type, self._order.size, self._first_rows[head]
+        row_G = row_G.astype(number, copy=False) + number(first % size)  # so that row % size is the owner
+        local_G = row_G // number(size)
+        cell_G = self._position.take(row_G - local_G * number(size)) * number(self._owned) + local_G
         cell_D = self._dedup.distinct(cell_G)
         edges = np.searchsorted(cell_D, np.arange(size + 1) * self._owned)
-        return HeadRows(cell_G, cell_D.astype(np.int32), np.diff(edges))
+        return HeadRows(cell_G, cell_D.astype(number), np.diff(edges))
 
     def _plan_window(self, grams: list[Grams]) -> WindowRequest:
         heads = self._heads(grams)
         counts = np.array([head.counts for head in heads])  # [head, position of the owner]
         # Distinct keys lie by owner, then by head.
         ends = np.cumsum(counts.T).reshape(counts.T.shape).T
-        keys_U = np.empty(int(counts.sum()), np.int32)
+        keys_U = np.empty(int(counts.sum()), self._key_type)
         hashing = self._keys.hash
         num_layers, num_heads = len(hashing.multipliers), len(hashing.rows[0][0])
         slots_KG = [np.empty((num_layers * num_heads, len(of_order.ids[0])), np.int32) for of_order in grams]

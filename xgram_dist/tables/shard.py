@@ -9,6 +9,11 @@
 A gradient covers the rows that a step touched and no others, so norm and clipping cost what was touched. Rows of an
 optimizer that defers work (catch-up AdamW) are current whenever they are read.
 
+A `Shard` holds all its rows. A `TouchedShard` holds records (records.py) of the rows that were read at least once: its
+local rows are slots, and the plan says how many there are. A row that was never read is a formula: its initial values,
+and what the optimizer does to a row without a gradient. Reading it creates its record, which is then what a `Shard`
+would hold, bit for bit.
+
 Collectives: an all-reduce of the gate gradients on the tensor axis, since a gate scales all columns of its row.
 Shapes: S rows held here, R touched rows, Q vectors, W slab width, J tables of the slab.
 """
@@ -17,24 +22,28 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.config import Config
-from xgram_dist.parallel.device import advise_huge_pages
+from xgram_dist.parallel.device import advise_huge_pages, to_device
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange_plan import PartOfStep, SlabPlan
 from xgram_dist.tables.initial_rows import initial_rows
 from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.lookup import GatheredAccesses, RowGradient, ZeroCopyAccesses, scale_rows
-from xgram_dist.tables.optimizers.base import PendingRows, RowOptimizer
+from xgram_dist.tables.optimizers.base import PendingRows, RecordMemory, RowOptimizer
 from xgram_dist.tables.optimizers.build import TableOptimizerSettings, TableRates
+from xgram_dist.tables.records import Records
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import RowSharding
 
 INIT_ELEMENTS = 1 << 20
 """Elements initialised at a time; bounds the temporary memory."""
+FP32_BYTES = 4
 
 
 @dataclass
@@ -67,11 +76,14 @@ class Shard:
         num_vip: int,
         *,
         count_updates: bool = False,
+        initial: "InitialValues | None" = None,
     ):
-        """`row_ids`: global id of each row, ascending. `tensor_group`: the ranks that hold the other columns of these
+        """`row_ids`: global id of each row, ascending. `initial`: what the rows hold; by default unknown, so that they
+        cannot start over. `tensor_group`: the ranks that hold the other columns of these
         rows, for tensors on the device of the rows; gates are the same on all of them. `num_vip`: how many of the first
         rows are VIP rows."""
         self.slab, self.row_ids, self.rows, self.gates, self.tensor_group = slab, row_ids, rows, gates, tensor_group
+        self._initial = initial
         self.hit = torch.zeros(len(row_ids), dtype=torch.bool, device=rows.device)
         """Rows that training has touched so far."""
         self.updates = torch.zeros(len(row_ids), dtype=torch.int32, device=rows.device) if count_updates else None
@@ -80,6 +92,44 @@ class Shard:
         self.gate_optimizer = None if gates is None else settings.build_for_gates(gates)
         self.step: StepRows | None = None
         """Rows of the training step under way."""
+
+    def create(self, num_slots: int) -> None:
+        """Of a `TouchedShard`: the first so many slots are about to be read."""
+        return
+
+    def restart_rows(self, local_R: Tensor) -> None:
+        """Make these local rows what they are if no step touches them. Their state may be anything before."""
+        assert self._initial is not None
+        if not local_R.numel():
+            return
+        state, values_RW = self.state_dict(), self.rows.new_empty(local_R.numel(), self.rows.shape[1])
+        for tensor in (state.columns | state.tables | state.rows).values():
+            tensor.index_fill_(0, local_R, 0)
+        ids_R = self.row_ids.to(local_R.device)[local_R]
+        self._initial.fill_rows(values_RW, ids_R)
+        self.rows.index_copy_(0, local_R, values_RW)
+        if self.gates is not None:
+            gates_RJ = self.gates.new_empty(local_R.numel(), self.gates.shape[1])
+            self._initial.fill_gates(gates_RJ, ids_R)
+            self.gates.index_copy_(0, local_R, gates_RJ)
+        for optimizer in self.optimizers:
+            optimizer.start_rows(local_R)
+
+    @property
+    def num_local_rows(self) -> int:
+        """Rows that this rank owns, whether they have been touched or not."""
+        return len(self.row_ids)
+
+    def num_hit(self) -> int:
+        """Distinct rows that training has touched so far."""
+        return int(self.hit.sum())
+
+    def value_bytes(self) -> int:
+        """Of rows and gates."""
+        return self.rows.nbytes + (0 if self.gates is None else self.gates.nbytes)
+
+    def optimizer_bytes(self) -> int:
+        return sum(optimizer.nbytes() for optimizer in self.optimizers)
 
     @property
     def widths(self) -> list[int]:
@@ -99,6 +149,7 @@ class Shard:
 
     def begin(self, plan: SlabPlan, local_QW: Tensor, *, training: bool = True) -> "WindowRows":
         """The rows that a window reads. `local_QW`: memory for this rank's own vectors."""
+        self.create(plan.num_slots)
         rows_R = plan.accesses.touched_R
         if not training:
             self.catch_up(rows_R, moments=True)
@@ -154,6 +205,144 @@ class Shard:
             optimizer.load_replicated(
                 {name.removeprefix(prefix): tensor for name, tensor in saved.items() if name.startswith(prefix)}
             )
+
+
+class InitialValues:
+    """The values that rows and gates of a slab have before training."""
+
+    def __init__(self, config: Config, slab: Slab, tensor_rank: int):
+        self._slab, self._tensor_rank = slab, tensor_rank
+        self._std, self._seed, self._gate = config.model.init_std, config.train.seed, config.memory.row_gate_init
+
+    def fill_gates(self, gates_SJ: Tensor, row_ids_S: Tensor) -> None:
+        gates_SJ.fill_(self._gate)
+
+    def fill_rows(self, rows_SW: Tensor, row_ids_S: Tensor) -> None:
+        """`row_ids_S`: the global id of each row."""
+        for table in self._slab.tables:
+            columns = self._slab.columns()[table.name]
+            step = max(1, INIT_ELEMENTS // table.width)
+            for start in range(0, len(row_ids_S), step):
+                rows_SW[start : start + step, columns] = initial_rows(
+                    row_ids_S[start : start + step],
+                    table.width,
+                    self._std,
+                    self._seed,
+                    table.name,
+                    self._tensor_rank * table.width,
+                )
+
+
+class TouchedShard(Shard):
+    """The rows of a slab that were touched, as records. What a `Shard` calls a local row is a slot here."""
+
+    def __init__(
+        self,
+        slab: Slab,
+        sharding: RowSharding,
+        rank: int,
+        initial: InitialValues,
+        placement: str,
+        device: torch.device,
+        tensor_group: ProcessGroup,
+        settings: TableOptimizerSettings,
+        num_vip: int,
+        *,
+        gated: bool,
+        count_updates: bool = False,
+    ):
+        """`rank`: of the data axis. The other arguments as in `Shard`."""
+        self.slab, self.tensor_group = slab, tensor_group
+        self._sharding, self._rank = sharding, rank
+        self._initial: InitialValues = initial
+        fields = settings.record_fields(slab.width, len(slab.tables), gated=gated, counted=count_updates)
+        name = f"view-{slab.view}"
+        self.records = Records(fields, sharding.count(rank), placement, device, None, name)
+        self.rows = self.records.field("rows")
+        self.gates = self.records.field("gates") if gated else None
+        self.hit = self.records.field("hit")
+        self.updates = self.records.field("updates") if count_updates else None
+        memory = RecordMemory(self.records, "rows")
+        self.row_optimizer = settings.build(self.rows, self.widths, num_vip, tensor_group, memory)
+        self.gate_optimizer = None
+        if self.gates is not None:
+            self.gate_optimizer = settings.build_for_gates(self.gates, RecordMemory(self.records, "gates"))
+        self.step = None
+        for optimizer in self.optimizers:
+            optimizer.num_rows = 0
+        # VIP rows are the first local rows, and the most frequent ones: as the first slots, they are still the first.
+        self.records.slots.lookup(np.arange(self.row_optimizer.num_vip))
+        self.create(self.row_optimizer.num_vip)
+
+    @property
+    def row_ids(self) -> Tensor:  # type: ignore[override]
+        """Global id of each slot's row, in host memory."""
+        return torch.from_numpy(self._global_ids(slice(0, self.records.num_created)))
+
+    @property
+    def num_local_rows(self) -> int:
+        return self.records.max_rows
+
+    def num_hit(self) -> int:
+        return int(self.hit[: self.records.num_created].sum())
+
+    def value_bytes(self) -> int:
+        return (
+            FP32_BYTES
+            * self.records.num_created
+            * (self.slab.width + (len(self.names) if self.gates is not None else 0))
+        )
+
+    def optimizer_bytes(self) -> int:
+        return self.records.nbytes - self.value_bytes()
+
+    def _global_ids(self, slots: slice) -> NDArray[np.int64]:
+        return self._sharding.global_rows(self._rank, self.records.slots.rows_of(slots))
+
+    def create(self, num_slots: int) -> None:
+        """Initialise the records of slots that are new, up to `num_slots`. Plans may be read in another order than
+        they were made, so those of a plan that is still to be read may be among them."""
+        first = self.records.num_created
+        if num_slots <= first:
+            return
+        self.records.ensure(num_slots)
+        new, device = slice(first, num_slots), self.rows.device
+        ids = to_device(torch.from_numpy(self._global_ids(new)), device)
+        self._initial.fill_rows(self.rows[new], ids)
+        if self.gates is not None:
+            self._initial.fill_gates(self.gates[new], ids)
+        for optimizer in self.optimizers:
+            optimizer.num_rows = num_slots
+            optimizer.start_rows(torch.arange(first, num_slots, device=device))
+        self.records.num_created = num_slots
+
+    def read_from(self, source: InitialValues) -> None:
+        """Rows have these values instead of the initial ones: for rows that are only read."""
+        self._initial = source
+        self.restart_rows(torch.arange(self.records.num_created, device=self.rows.device))
+
+    def owned_rows(self, row_ids: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+        """Those of these global rows that this rank owns."""
+        owned = [ids[self._sharding.owners_of(ids) == self._rank] for ids in row_ids]
+        return np.concatenate([np.empty(0, np.int64), *owned])
+
+    def every_row(self) -> NDArray[np.int64]:
+        """All rows that this rank owns: for tables of the vocabulary's size."""
+        return self._sharding.rows_of(self._rank)
+
+    def adopt(self, row_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Make room for these rows, whose state is about to be overwritten. Returns their slots."""
+        slots = self.records.slots.lookup(self._sharding.local_rows(row_ids))
+        self.create(len(self.records.slots))
+        return slots
+
+    def state_dict(self) -> ShardState:
+        """Of the rows that were touched."""
+        state, count = super().state_dict(), self.records.num_created
+        for tensors in (state.columns, state.tables, state.rows):
+            for name in tensors:
+                tensors[name] = tensors[name][:count]
+        return state
 
 
 class WindowRows:
@@ -304,30 +493,40 @@ class TableShards:
         sharding: RowSharding,
         mesh: Mesh,
         settings: TableOptimizerSettings,
+        *,
+        touched: bool = False,
     ):
+        """`touched`: keep records of touched rows only."""
         assert (routing is None) == (config.memory.compression == 1)
-        row_ids = torch.tensor(sharding.rows_of(mesh.data.rank), device=device, dtype=torch.int64)
-        num_vip = int((row_ids < routing.vip_rows).sum()) if routing is not None else 0
+        rank = mesh.data.rank
+        num_vip = sharding.count_below(rank, routing.vip_rows) if routing is not None else 0
         self.sharding, self.settings, self.num_vip = sharding, settings, num_vip
-        self.num_rows, self.counts_updates = len(sharding.owner), config.memory.count_updates
+        self.num_rows, self.counts_updates = sharding.num_rows, config.memory.count_updates
         self._tensor_size = mesh.tensor.size
         gated = config.memory.row_gates and config.memory.compression < 1
+        tensor_group, counted = mesh.tensor.for_device(device), config.memory.count_updates
         self._shards: list[Shard] = []
-        tensor_group = mesh.tensor.for_device(device)
+        if touched:
+            for slab in slabs:
+                initial = InitialValues(config, slab, mesh.tensor.rank)
+                placement = config.memory.placement
+                where = placement, device, tensor_group
+                self._shards.append(
+                    TouchedShard(
+                        slab, sharding, rank, initial, *where, settings, num_vip, gated=gated, count_updates=counted
+                    )
+                )
+            return
+        row_ids = torch.tensor(sharding.rows_of(rank), device=device, dtype=torch.int64)
         for slab in slabs:
-            rows = _initial_slab(slab, row_ids, config, device, mesh.tensor.rank)
-            gates = None
-            if gated:
-                gates = torch.full((len(row_ids), len(slab.tables)), config.memory.row_gate_init, device=device)
+            initial = InitialValues(config, slab, mesh.tensor.rank)
+            rows = advise_huge_pages(torch.empty(len(row_ids), slab.width, device=device))
+            initial.fill_rows(rows, row_ids)
+            gates = torch.empty(len(row_ids), len(slab.tables), device=device) if gated else None
+            if gates is not None:
+                initial.fill_gates(gates, row_ids)
             shard = Shard(
-                slab,
-                row_ids,
-                rows,
-                gates,
-                tensor_group,
-                settings,
-                num_vip,
-                count_updates=config.memory.count_updates,
+                slab, row_ids, rows, gates, tensor_group, settings, num_vip, count_updates=counted, initial=initial
             )
             self._shards.append(shard)
 
@@ -367,19 +566,16 @@ class TableShards:
                 shard.step.abandon()
 
     def rows_hit(self) -> tuple[int, int]:
-        """(distinct rows that training has touched so far, rows held here), over all tables."""
-        hit = sum(int(shard.hit.sum()) * len(shard.slab.tables) for shard in self._shards)
-        return hit, sum(len(shard.row_ids) * len(shard.slab.tables) for shard in self._shards)
+        """(distinct rows that training has touched so far, rows owned by this rank), over all tables."""
+        hit = sum(shard.num_hit() * len(shard.slab.tables) for shard in self._shards)
+        return hit, sum(shard.num_local_rows * len(shard.slab.tables) for shard in self._shards)
 
+    @property
+    def records(self) -> list[Records] | None:
+        """Of each shard; None: shards hold all rows."""
+        records = [shard.records for shard in self._shards if isinstance(shard, TouchedShard)]
+        return records or None
 
-def _initial_slab(slab: Slab, row_ids: Tensor, config: Config, device: torch.device, tensor_rank: int) -> Tensor:
-    values = advise_huge_pages(torch.empty(len(row_ids), slab.width, device=device))
-    for table in slab.tables:
-        columns = slab.columns()[table.name]
-        step = max(1, INIT_ELEMENTS // table.width)
-        for start in range(0, len(row_ids), step):
-            rows = row_ids[start : start + step]
-            values[start : start + step, columns] = initial_rows(
-                rows, table.width, config.model.init_std, config.train.seed, table.name, tensor_rank * table.width
-            )
-    return values
+    def close(self) -> None:
+        for records in self.records or ():
+            records.storage.close()

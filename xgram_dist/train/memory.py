@@ -32,8 +32,8 @@ def footprint(engine: Engine, lookup: Lookup, windows: list[Window]) -> dict[str
     }
     if isinstance(lookup, ShardedTables):
         width = sum(sum(shard.widths) for shard in lookup.shards)
-        parts["tables"] = _bytes(t for shard in lookup.shards for t in (shard.rows, shard.gates) if t is not None)
-        parts["tables_optimizer"] = sum(one.nbytes() for shard in lookup.shards for one in shard.optimizers)
+        parts["tables"] = sum(shard.value_bytes() for shard in lookup.shards)
+        parts["tables_optimizer"] = sum(shard.optimizer_bytes() for shard in lookup.shards)
         # The vectors and their gradients.
         parts["working_set"] = 2 * FP32_BYTES * width * max(len(window.keys) for window in windows)
     return {f"bytes_{name}": value for name, value in parts.items()} | {"bytes_peak": peak_memory(engine.device)}

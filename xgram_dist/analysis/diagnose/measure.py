@@ -53,8 +53,9 @@ from xgram_dist.parallel.mesh import Mesh, single_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import shards_of
 from xgram_dist.tables.frequencies import load_frequencies
+from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.optimizers.build import FROZEN
-from xgram_dist.tables.shard import TableShards
+from xgram_dist.tables.shard import InitialValues, TableShards, TouchedShard
 from xgram_dist.tables.working_set import Lookup, WorkingSet
 
 CHUNK_ELEMENTS = 1 << 22
@@ -96,8 +97,14 @@ class LoadedCheckpoint:
         return working
 
     def load_rows(self, on_chunk: RowChunk, progress: Callable[[int], Any]) -> None:
-        """Replace initial rows with the checkpoint's. `on_chunk` sees both; `progress` is told the bytes read."""
+        """Replace initial rows with the checkpoint's. `on_chunk` sees both; `progress` is told the bytes read.
+
+        Of shards of touched rows it sees those that are saved; a row is read when the text touches it."""
         for shard in self.shards if self.shards is not None else ():
+            if isinstance(shard, TouchedShard):
+                self._compare_saved_rows(shard, on_chunk, progress)
+                shard.read_from(SavedValues(self.config, shard.slab, self.saved))
+                continue
             for number, (name, columns) in enumerate(shard.slab.columns().items()):
                 step = max(1, CHUNK_ELEMENTS // (columns.stop - columns.start))
                 for start in range(0, len(shard.row_ids), step):
@@ -111,9 +118,44 @@ class LoadedCheckpoint:
                     gates = self.saved.table_rows(f"tables.{name}.gates", shard.row_ids.cpu().numpy())
                     shard.gates[:, number] = gates.to(shard.gates.device)
 
+    def _compare_saved_rows(self, shard: TouchedShard, on_chunk: RowChunk, progress: Callable[[int], Any]) -> None:
+        initial = InitialValues(self.config, shard.slab, 0)
+        ids = torch.from_numpy(shard.owned_rows(self.saved.saved_rows_of(shard.names[0]).segments))
+        for rows in ids.split(max(1, CHUNK_ELEMENTS // shard.slab.width)):
+            values = torch.empty(len(rows), shard.slab.width)
+            initial.fill_rows(values, rows)
+            for name, columns in shard.slab.columns().items():
+                saved = self.saved.table_rows(f"tables.{name}.rows", rows.numpy())
+                on_chunk(name, rows, values[:, columns], saved)
+                progress(saved.nbytes)
+
     def row_bytes(self) -> int:
         """What `load_rows` reads on this rank."""
-        return 0 if self.shards is None else sum(shard.rows.nbytes for shard in self.shards)
+        total = 0
+        for shard in self.shards if self.shards is not None else ():
+            if isinstance(shard, TouchedShard):
+                saved = self.saved.saved_rows_of(shard.names[0]).segments
+                total += len(shard.owned_rows(saved)) * shard.slab.width * shard.rows.element_size()
+            else:
+                total += shard.rows.nbytes
+        return total
+
+
+class SavedValues(InitialValues):
+    """The values that rows and gates of a slab have in a checkpoint."""
+
+    def __init__(self, config: Config, slab: Slab, saved: CheckpointReader):
+        super().__init__(config, slab, 0)
+        self._saved = saved
+
+    def fill_rows(self, rows_SW: Tensor, row_ids_S: Tensor) -> None:
+        for name, columns in self._slab.columns().items():
+            rows_SW[:, columns] = self._saved.table_rows(f"tables.{name}.rows", row_ids_S.cpu().numpy()).to(rows_SW)
+
+    def fill_gates(self, gates_SJ: Tensor, row_ids_S: Tensor) -> None:
+        for number, name in enumerate(self._slab.columns()):
+            gates = self._saved.table_rows(f"tables.{name}.gates", row_ids_S.cpu().numpy())
+            gates_SJ[:, number] = gates.to(gates_SJ)
 
 
 def open_checkpoint(
@@ -308,7 +350,7 @@ def _updates(
         figures |= {"frequencies": source, "expected": expected}
     if figures["counted"]:
         counts = [checkpoint.saved.tensor(f"tables.view-{shard.slab.view}.updates") for shard in checkpoint.shards]
-        return figures | {"more_than": counted_update_shares(counts, thresholds)}
+        return figures | {"more_than": counted_update_shares(counts, rows, thresholds)}
     return refused or figures | {"more_than": figures["expected"]}
 
 

@@ -34,10 +34,10 @@ def hit_concentration(frequencies: NDArray[np.float64], routing: Routing | None)
     return {"hottest": {part: float(np.mean([view[part] for view in views])) for part in views[0]}, "by_view": views}
 
 
-def counted_update_shares(updates: list[Tensor], thresholds: list[int]) -> dict[str, float]:
-    """For each threshold N, the share of rows with more than N updates; mean over views. `updates`: of each view's
-    rows."""
-    return {str(n): float(np.mean([float((one > n).double().mean()) for one in updates])) for n in thresholds}
+def counted_update_shares(updates: list[Tensor], num_rows: int, thresholds: list[int]) -> dict[str, float]:
+    """For each threshold N, the share of `num_rows` rows with more than N updates; mean over views. `updates`: of each
+    view's rows; those that were never touched may be left out."""
+    return {str(n): float(np.mean([int((one > n).sum()) / num_rows for one in updates])) for n in thresholds}
 
 
 def expected_update_shares(

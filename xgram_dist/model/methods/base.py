@@ -65,7 +65,7 @@ REGISTRY: dict[str, str] = {
 }
 """Name in a recipe -> class. By path, so that a recipe imports its own method alone (most import torch)."""
 
-TABLE_KEYS = ("learning_rate", "weight_decay", "optimizer", "count_updates", "placement", "window", "wire")
+TABLE_KEYS = ("learning_rate", "weight_decay", "optimizer", "count_updates", "rows", "placement", "window", "wire")
 """Keys of `memory` that every method with tables reads."""
 COMMON_KEYS = ("method", "compression", "plan_ahead", "overlap")
 """Keys of `memory` that may be set whatever the method."""
@@ -194,6 +194,10 @@ class MemoryMethod:
         if not self.trains_tables or frequencies is None:
             return None
         return expected_touched_share(frequencies, routing, self.num_rows, tokens)
+
+    def run_share(self, tokens: int, frequencies: NDArray[Any]) -> float:
+        """Where keys are n-grams: share of the rows that a run of so many tokens is expected to hit."""
+        raise NotImplementedError(f"{self.name} looks up tokens")
 
     def build_lookup(
         self,

@@ -32,7 +32,7 @@ from xgram_dist.model.methods.base import Keys, MemoryMethod, check_layers
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.tensor_parallel import TensorAxis
 from xgram_dist.tables.exchange import ShardedTables
-from xgram_dist.tables.frequencies import chance_seen
+from xgram_dist.tables.frequencies import chance_seen, expected_ngrams
 from xgram_dist.tables.layout import ALL_LAYERS, TableSite
 from xgram_dist.tables.ngrams import Folding, NgramHash, NgramKeys, plan_ngram_hash, primes_from
 from xgram_dist.tables.routing import Routing
@@ -40,8 +40,8 @@ from xgram_dist.tables.working_set import Lookup
 
 MIN_SCORE = 1e-6
 """Of a score before its root, whose slope is unbounded at zero."""
-MAX_ROWS = 2**31 - 2**20
-"""Keys are int32; some room is left for the padding of primes."""
+MAX_ROWS = 2**62
+"""Keys are int64; some room is left for the padding of primes, and for their arithmetic."""
 
 
 class Engram(MemoryMethod):
@@ -90,7 +90,7 @@ class Engram(MemoryMethod):
         rows = len(self.layers) * self.num_heads * (settings.rows or self.model.vocabulary)
         if rows >= MAX_ROWS:
             raise UserError(
-                f"memory.engram.rows = {settings.rows} gives {rows:,} rows over all layers and heads; keys have 31 "
+                f"memory.engram.rows = {settings.rows} gives {rows:,} rows over all layers and heads; keys have 62 "
                 f"bits, so lower it, or memory.engram.heads"
             )
         if settings.pad_token is not None and settings.pad_token >= self.model.vocabulary:
@@ -158,6 +158,16 @@ class Engram(MemoryMethod):
     def touched_share(self, tokens: int, frequencies: NDArray[Any] | None, routing: Routing | None) -> float | None:
         """As if no n-gram came twice."""
         return float(chance_seen(np.array([1 / self.head_rows[0][0]]), tokens)[0])
+
+    def run_share(self, tokens: int, frequencies: NDArray[Any]) -> float:
+        """Each distinct n-gram hits a row of every head of its order; tokens count as independent draws."""
+        heads, touched = self.memory.engram.heads, 0.0
+        for number, order in enumerate(self.memory.engram.orders):
+            distinct = max(1, round(expected_ngrams(frequencies, order, tokens)))
+            for rows in self.head_rows:
+                of_order = np.array(rows[number * heads : (number + 1) * heads], dtype=np.float64)
+                touched += float(of_order @ chance_seen(1 / of_order, distinct))
+        return touched / self.num_rows
 
     def build_lookup(
         self,

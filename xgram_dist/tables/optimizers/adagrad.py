@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from xgram_dist.parallel.process_group import ProcessGroup
-from xgram_dist.tables.optimizers.base import OptimizerState, RowBlocks, RowOptimizer, row_rates
+from xgram_dist.tables.optimizers.base import (
+    OptimizerState,
+    OwnMemory,
+    RowBlocks,
+    RowOptimizer,
+    StateMemory,
+    row_rates,
+)
 
 
 class RowAdagrad(RowOptimizer):
@@ -21,6 +28,7 @@ class RowAdagrad(RowOptimizer):
         eps: float,
         weight_decay: float,
         columns: ProcessGroup,
+        memory: StateMemory | None = None,
     ):
         """`columns`: the ranks that hold the other columns of the same rows, equally many of each table."""
         assert sum(widths) == values_SW.shape[1], (widths, values_SW.shape)
@@ -28,7 +36,7 @@ class RowAdagrad(RowOptimizer):
         self.widths, self.eps, self.weight_decay = widths, eps, weight_decay
         self._columns = columns
         self._whole_widths_J = torch.tensor(widths, device=values_SW.device) * columns.size
-        self.accumulator = values_SW.new_zeros(values_SW.shape[0], len(widths))
+        self.accumulator = (memory or OwnMemory(values_SW)).tables("accumulator", len(widths))
         self._blocks = RowBlocks(values_SW)
 
     def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:

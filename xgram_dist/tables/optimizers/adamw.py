@@ -11,11 +11,12 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from xgram_dist.parallel.device import advise_huge_pages
 from xgram_dist.tables.optimizers.base import (
     OptimizerState,
+    OwnMemory,
     RowBlocks,
     RowOptimizer,
+    StateMemory,
     alias,
     compile_pass,
     mark_rows_dynamic,
@@ -36,8 +37,8 @@ class Moments:
     """First and second moment of every row, and the number of steps taken. All AdamW variants save them under the same
     names, so one can resume from another's checkpoint."""
 
-    def __init__(self, values_SW: Tensor):
-        self.first, self.second = (advise_huge_pages(torch.empty_like(values_SW)).zero_() for _ in range(2))
+    def __init__(self, values_SW: Tensor, memory: StateMemory):
+        self.first, self.second = memory.columns("first"), memory.columns("second")
         # fp32, as the fused kernel requires; exact up to 2^24 steps.
         self.step = torch.zeros((), dtype=torch.float32, device=values_SW.device)
 
@@ -72,9 +73,11 @@ def adamw_(
 class GatheredAdamW(RowOptimizer):
     """AdamW on rows that are gathered, updated and written back."""
 
-    def __init__(self, values_SW: Tensor, num_vip: int, adamw: AdamW):
+    def __init__(self, values_SW: Tensor, num_vip: int, adamw: AdamW, memory: StateMemory | None = None):
         super().__init__(values_SW, num_vip)
-        self.adamw, self.moments = adamw, Moments(values_SW)
+        memory = memory or OwnMemory(values_SW)
+        self.adamw, self.moments = adamw, Moments(values_SW, memory)
+        self._one_rate = not 0 < num_vip < memory.max_rows
         self._blocks = RowBlocks(values_SW)
         self._without_decay = AdamW(adamw.betas, adamw.eps, 0.0)
 
@@ -100,10 +103,9 @@ class GatheredAdamW(RowOptimizer):
         values, overwritten; without it the table's are current."""
         moments = self.moments
         moments.step.add_(1)
-        one_rate = not 0 < self.num_vip < self.values.shape[0]
         if factor != 1:
             gradient_RW.mul_(factor)
-        rate_R1 = None if one_rate else row_rates(rows_R, self.num_vip, rates, self.values.dtype)
+        rate_R1 = None if self._one_rate else row_rates(rows_R, self.num_vip, rates, self.values.dtype)
         for block in self._blocks.slices(rows_R):
             rows_B = rows_R[block]
             first_BW, second_BW, values_BW, move_BW = self._blocks.buffers(rows_B, 4)
@@ -197,7 +199,7 @@ class DenseAdamW(RowOptimizer):
 
     def __init__(self, values_SW: Tensor, num_vip: int, adamw: AdamW):
         super().__init__(values_SW, num_vip)
-        self.adamw, self.moments = adamw, Moments(values_SW)
+        self.adamw, self.moments = adamw, Moments(values_SW, OwnMemory(values_SW))
         self._gradient = torch.zeros_like(values_SW)  # non-zero during `update` only, in the rows of the step
 
     def update(self, rows_R: Tensor, gradient_RW: Tensor, rates: tuple[float, float], factor: float = 1.0) -> None:

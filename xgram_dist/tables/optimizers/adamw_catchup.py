@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from xgram_dist.tables.optimizers.adamw import AdamW, CompiledAdamWStep, GatheredAdamW
-from xgram_dist.tables.optimizers.base import OptimizerState, PendingRows, compile_pass, mark_rows_dynamic
+from xgram_dist.tables.optimizers.base import (
+    OptimizerState,
+    OwnMemory,
+    PendingRows,
+    StateMemory,
+    compile_pass,
+    mark_rows_dynamic,
+)
 from xgram_dist.tables.optimizers.catchup_math import MissedSteps, RowCorrection
 
 HISTORY = 4096
@@ -49,15 +56,16 @@ class CatchUpAdamW(GatheredAdamW):
         *,
         two_rates: bool | None = None,
         compiled: bool = False,
+        memory: StateMemory | None = None,
     ):
         """`two_rates`: VIP rows have another rate, here or on other ranks (default: if both kinds are here).
         `compiled`: catching up is one compiled pass instead of about thirty operations, and so is a step."""
-        super().__init__(values_SW, num_vip, adamw)
+        memory = memory or OwnMemory(values_SW)
+        super().__init__(values_SW, num_vip, adamw, memory)
         self._two_rates = 0 < num_vip < values_SW.shape[0] if two_rates is None else two_rates
         self._missed = MissedSteps(adamw, history, 2 if self._two_rates else 1, values_SW.dtype, values_SW.device)
         # The step that a row's moments belong to, and the step that its values belong to: the same, or the present one.
-        self._moments_step = torch.zeros(values_SW.shape[0], dtype=torch.int32, device=values_SW.device)
-        self._values_step = torch.zeros_like(self._moments_step)
+        self._moments_step, self._values_step = memory.steps("last"), memory.steps("current")
         self._smallest = _smallest_square(adamw.eps, values_SW.dtype)
         self._compiled_read = compile_pass(_caught_up_) if compiled else None
         self._compiled_step = CompiledAdamWStep(values_SW, self.moments, adamw, num_vip) if compiled else None
@@ -123,9 +131,21 @@ class CatchUpAdamW(GatheredAdamW):
     def catch_up_all(self) -> None:
         if self._missed.step == self._missed.base:
             return
-        for rows_R in torch.arange(self.values.shape[0], device=self.values.device).split(ROWS_AT_ONCE):
+        for rows_R in torch.arange(self.num_rows, device=self.values.device).split(ROWS_AT_ONCE):
             self.catch_up(rows_R, moments=True)
-        self._missed.restart(self._missed.step)
+        self._missed.start_over()
+
+    def start_rows(self, rows_R: Tensor) -> None:
+        """A row that starts late went through every `catch_up_all` before: by decay alone, as its moments are 0."""
+        if self._missed.base == 0:
+            return
+        for block in self._blocks.slices(rows_R):
+            values_BW = self._blocks.buffers(rows_R[block], 1)[0]
+            torch.index_select(self.values, 0, rows_R[block], out=values_BW)
+            self._missed.decay_initial_(values_BW, self._rate_groups(rows_R[block]))
+            self.values.index_copy_(0, rows_R[block], values_BW)
+        self._moments_step.index_fill_(0, rows_R, self._missed.base)
+        self._values_step.index_fill_(0, rows_R, self._missed.base)
 
     def _behind(self, steps_S: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that are behind the present step, and their steps. Current rows may be among them; they do not
@@ -189,8 +209,8 @@ class CatchUpAdamW(GatheredAdamW):
             self._missed.load(saved)
         else:  # saved by an optimizer whose rows are always current
             self._missed.restart(int(self.moments.step))
-            self._moments_step.fill_(self._missed.step)
-            self._values_step.fill_(self._missed.step)
+            self._moments_step[: self.num_rows] = self._missed.step
+            self._values_step[: self.num_rows] = self._missed.step
 
 
 class SavedCatchUp:
@@ -209,6 +229,14 @@ class SavedCatchUp:
         """`steps_R`: the step that each row's values belong to."""
         groups_R = (~is_vip_R).long() if self._two_rates else torch.zeros_like(steps_R, dtype=torch.int64)
         return self._missed.since(steps_R.long(), groups_R)
+
+    def formula_(self, values_RW: Tensor, is_vip_R: Tensor) -> Tensor:
+        """Catches up initial values of rows that have no record, in place, and returns them."""
+        groups_R = (~is_vip_R).long() if self._two_rates else torch.zeros_like(is_vip_R, dtype=torch.int64)
+        self._missed.decay_initial_(values_RW, groups_R)
+        correction = self._missed.since(torch.full_like(groups_R, self._missed.base), groups_R)
+        zeros_RW = torch.zeros_like(values_RW)
+        return self.catch_up_(values_RW, zeros_RW, zeros_RW, correction)
 
     def catch_up_(self, values_RW: Tensor, first_RW: Tensor, second_RW: Tensor, correction: RowCorrection) -> Tensor:
         """Catches up the values in place, and returns them."""

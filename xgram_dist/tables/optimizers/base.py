@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from xgram_dist.parallel.device import writes_in_any_order
+from xgram_dist.parallel.device import advise_huge_pages, writes_in_any_order
+from xgram_dist.tables.records import Records
 
 
 @dataclass
@@ -34,6 +35,58 @@ class OptimizerState:
     """One number a row [S]."""
     replicated: dict[str, Tensor] = field(default_factory=dict)
     """Small, and the same on every rank."""
+
+
+class StateMemory(ABC):
+    """Where an optimizer keeps its state of each row: zeros at the start."""
+
+    max_rows: int
+    """Rows of the shard, whether they exist already or not."""
+
+    @abstractmethod
+    def columns(self, name: str) -> Tensor:
+        """Shaped like the values [S, W]."""
+
+    @abstractmethod
+    def tables(self, name: str, count: int) -> Tensor:
+        """One number a row and table [S, J]."""
+
+    @abstractmethod
+    def steps(self, name: str) -> Tensor:
+        """One int32 a row [S]."""
+
+
+class OwnMemory(StateMemory):
+    """Tensors of their own, beside the values."""
+
+    def __init__(self, values_SW: Tensor):
+        self._values, self.max_rows = values_SW, values_SW.shape[0]
+
+    def columns(self, name: str) -> Tensor:
+        return advise_huge_pages(torch.empty_like(self._values)).zero_()
+
+    def tables(self, name: str, count: int) -> Tensor:
+        return self._values.new_zeros(self._values.shape[0], count)
+
+    def steps(self, name: str) -> Tensor:
+        return torch.zeros(self._values.shape[0], dtype=torch.int32, device=self._values.device)
+
+
+class RecordMemory(StateMemory):
+    """Fields of the records that hold the values, too."""
+
+    def __init__(self, records: Records, values: str):
+        """`values`: the field of the values."""
+        self._records, self._values, self.max_rows = records, values, records.max_rows
+
+    def columns(self, name: str) -> Tensor:
+        return self._records.field(f"{self._values}.{name}")
+
+    def tables(self, name: str, count: int) -> Tensor:
+        return self.columns(name)
+
+    def steps(self, name: str) -> Tensor:
+        return self.columns(name)
 
 
 class PendingRows:
@@ -57,6 +110,13 @@ class RowOptimizer(ABC):
     def __init__(self, values_SW: Tensor, num_vip: int):
         """The first `num_vip` local rows are VIP rows, with a learning rate of their own."""
         self.values, self.num_vip = values_SW, num_vip
+        self.num_rows = values_SW.shape[0]
+        """Rows that exist: the first ones. Fewer than the values have room for where rows are created when touched."""
+
+    def start_rows(self, rows_R: Tensor) -> None:
+        """These rows have initial values, and zeros as state. Apply what they missed since the first step, as far as
+        `catch_up` will not."""
+        return
 
     def begin(self, rows_R: Tensor) -> PendingRows:
         """Rows that are read now and updated by the next `update_pending`. Nothing changes until then."""

@@ -7,11 +7,13 @@ from torch import Tensor
 
 from xgram_dist.config import Config
 from xgram_dist.config.schema import TableLearningRate
+from xgram_dist.errors import UserError
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.optimizers.adagrad import RowAdagrad
 from xgram_dist.tables.optimizers.adamw import AdamW, DenseAdamW, LazyAdamW
 from xgram_dist.tables.optimizers.adamw_catchup import CatchUpAdamW
-from xgram_dist.tables.optimizers.base import FrozenRows, RowOptimizer
+from xgram_dist.tables.optimizers.base import FrozenRows, RowOptimizer, StateMemory
+from xgram_dist.tables.records import Field
 from xgram_dist.tables.routing import Routing
 
 FROZEN = "frozen"
@@ -20,11 +22,29 @@ DENSE_FROM = 0.1
 """Share of rows touched in a step from which the dense sweep is the faster exact AdamW (docs/measurements.md)."""
 
 
+ALL_ROWS = 1 << 24
+"""Rows of a table up to which `memory.rows` = auto keeps all of them."""
+
+
+def keeps_touched_rows(config: Config, num_rows: int, optimizer: str) -> bool:
+    """Whether shards keep records of touched rows only (`memory.rows`). `optimizer`: the kind. A sweep needs all rows;
+    for tables that are only read the size alone decides."""
+    rows = "auto" if optimizer == FROZEN else config.memory.rows
+    if rows == "touched" and optimizer == "dense":
+        raise UserError(
+            "memory.rows = touched keeps no rows that a sweep could update, but memory.optimizer = dense; set "
+            "memory.optimizer=catch_up, which is the same AdamW, or memory.rows=all"
+        )
+    return rows == "touched" or (rows == "auto" and optimizer != "dense" and num_rows > ALL_ROWS)
+
+
 def choose_optimizer(config: Config, touched_share: float | None) -> str:
     """The kind that `memory.optimizer` asks for. `auto` decides by the share of rows that a step is expected to touch;
     None: unknown."""
     if config.memory.optimizer != "auto":
         return config.memory.optimizer
+    if config.memory.rows == "touched":
+        return "catch_up"
     return "dense" if touched_share is None or touched_share >= DENSE_FROM else "catch_up"
 
 
@@ -82,21 +102,55 @@ class TableOptimizerSettings:
             compiled=config.train.compile,
         )
 
-    def build(self, rows: Tensor, widths: list[int], num_vip: int, tensor_group: ProcessGroup) -> RowOptimizer:
+    def build(
+        self,
+        rows: Tensor,
+        widths: list[int],
+        num_vip: int,
+        tensor_group: ProcessGroup,
+        memory: StateMemory | None = None,
+    ) -> RowOptimizer:
+        """`memory`: for the state of rows; by default of the optimizer's own."""
         num_vip, two_rates = (num_vip, self.has_vip) if self.vip_differs else (0, False)
-        return self._build(rows, widths, num_vip, two_rates, self.weight_decay, tensor_group)
+        return self._build(rows, widths, num_vip, two_rates, self.weight_decay, tensor_group, memory)
 
-    def build_for_gates(self, gates: Tensor) -> RowOptimizer:
-        return self._build(gates, [1] * gates.shape[1], 0, False, self.gate_decay, ProcessGroup())
+    def build_for_gates(self, gates: Tensor, memory: StateMemory | None = None) -> RowOptimizer:
+        return self._build(gates, [1] * gates.shape[1], 0, False, self.gate_decay, ProcessGroup(), memory)
 
     def _build(
-        self, values: Tensor, widths: list[int], num_vip: int, two_rates: bool, decay: float, columns: ProcessGroup
+        self,
+        values: Tensor,
+        widths: list[int],
+        num_vip: int,
+        two_rates: bool,
+        decay: float,
+        columns: ProcessGroup,
+        memory: StateMemory | None,
     ) -> RowOptimizer:
         if self.kind == FROZEN:
             return FrozenRows(values, num_vip)
         if self.kind == "adagrad":
-            return RowAdagrad(values, num_vip, widths, self.eps, decay, columns)
+            return RowAdagrad(values, num_vip, widths, self.eps, decay, columns, memory)
         adamw = AdamW(self.betas, self.eps, decay)
         if self.kind == "catch_up":
-            return CatchUpAdamW(values, num_vip, adamw, two_rates=two_rates, compiled=self.compiled)
-        return (DenseAdamW if self.kind == "dense" else LazyAdamW)(values, num_vip, adamw)
+            return CatchUpAdamW(values, num_vip, adamw, two_rates=two_rates, compiled=self.compiled, memory=memory)
+        if self.kind == "lazy":
+            return LazyAdamW(values, num_vip, adamw, memory)
+        assert memory is None, "a sweep over all rows has no records of touched ones"
+        return DenseAdamW(values, num_vip, adamw)
+
+    def record_fields(self, width: int, num_tables: int, *, gated: bool, counted: bool) -> list[Field]:
+        """What a record holds of a row: its values and gates, what the optimizers of both keep, whether it was hit, and
+        if they are `counted`, its updates."""
+        kinds = [("rows", width)] + ([("gates", num_tables)] if gated else [])
+        numbers, steps = list[Field](), list[Field]()
+        for name, columns in kinds:
+            numbers.append(Field(name, columns))
+            if self.kind == "adagrad":
+                numbers.append(Field(f"{name}.accumulator", num_tables))
+            elif self.kind != FROZEN:
+                numbers += [Field(f"{name}.{moment}", columns) for moment in ("first", "second")]
+            if self.kind == "catch_up":
+                steps += [Field(f"{name}.{step}", 1, integer=True) for step in ("last", "current")]
+        flags = ["hit", *(["updates"] if counted else [])]
+        return numbers + steps + [Field(name, 1, integer=True) for name in flags]

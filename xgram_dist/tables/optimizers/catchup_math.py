@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.errors import UserError
+from xgram_dist.parallel.device import to_device
 from xgram_dist.tables.optimizers.adamw import AdamW
 
 MAX_DEGREE = 40
@@ -153,7 +154,21 @@ class MissedSteps:
         self._sums_KTN = torch.zeros(groups, entries, points, dtype=torch.float64, device=device)
         self._decays_KT = torch.ones(groups, entries, dtype=torch.float64, device=device)
         self._coefficients_KTN = torch.zeros(groups, entries, points, dtype=dtype, device=device)
+        self._past_decays: list[list[float]] = []
+        """Of each history before this one: the decay of a row through all of it, less 1, for each group."""
         self.restart(0)
+
+    def start_over(self) -> None:
+        """All rows have been caught up: begin a new history."""
+        self._past_decays.append([decay - 1 for decay in self._decays])
+        self.restart(self.step)
+
+    def decay_initial_(self, values_RW: Tensor, groups_R: Tensor) -> None:
+        """Take initial values of rows of these groups from step 0 to `base`, as `catch_up_all` did: one history after
+        the other, for the same rounding."""
+        for decays in self._past_decays:
+            decays_K = to_device(torch.tensor(decays, dtype=torch.float64).to(values_RW.dtype), values_RW.device)
+            values_RW.addcmul_(values_RW, decays_K.index_select(0, groups_R)[:, None])
 
     def restart(self, step: int) -> None:
         """All rows are at `step`: drop the history before it."""
@@ -174,7 +189,8 @@ class MissedSteps:
 
     def state(self) -> dict[str, Tensor]:
         used = slice(0, self.step - self.base + 1)
-        return {
+        past = {"past_decays": torch.tensor(self._past_decays, dtype=torch.float64)} if self._past_decays else {}
+        return past | {
             "base": torch.tensor(self.base),
             "sums": self._sums_KTN[:, used],
             "decays": self._decays_KT[:, used],
@@ -193,6 +209,7 @@ class MissedSteps:
             )
         self.step = self.base + entries - 1
         self._decays = saved["product"].tolist()
+        self._past_decays = saved["past_decays"].tolist() if "past_decays" in saved else []
         self._sums_KTN[:, :entries] = saved["sums"].to(self._sums_KTN)
         self._decays_KT[:, :entries] = saved["decays"].to(self._decays_KT)
         self._coefficients_KTN[:, :entries] = saved["coefficients"].to(self._coefficients_KTN)

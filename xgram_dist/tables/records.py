@@ -1,0 +1,94 @@
+"""Records: all that a shard keeps of a row, side by side in one piece of memory, for touched rows only.
+
+    | rows W | rows.first W | rows.second W | gates J | gates.first J | .. | rows.last | rows.current | hit | .. |
+
+A record holds values, what the optimizers keep, gates, and bookkeeping (int32) of one row of a slab. `Records` knows
+which slot holds which row (slots.py) and gives the fields of all records as strided tensors [capacity, width], on which
+optimizers work. A row is created, that is, initialised, before its first use (shard.py).
+
+Planning calls `slots_of` a step ahead in its own thread. All else belongs to the training thread.
+"""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from xgram_dist.tables.slots import SlotMap
+from xgram_dist.tables.storage import open_storage
+
+LINE = 16
+"""Numbers of a cache line. Records begin at a line."""
+
+
+@dataclass(frozen=True)
+class Field:
+    """Of a record: `width` numbers in fp32, or one in int32."""
+
+    name: str
+    width: int
+    integer: bool = False
+
+
+def record_width(fields: list[Field]) -> int:
+    """Numbers of a record."""
+    return -(-sum(field.width for field in fields) // LINE) * LINE
+
+
+class Records:
+    """The records of one shard."""
+
+    def __init__(
+        self, fields: list[Field], max_rows: int, placement: str, device: torch.device, folder: Path | None, name: str
+    ):
+        """`max_rows`: rows of the shard, touched or not. `folder`, `name`: see `open_storage`."""
+        self.max_rows = max_rows
+        self._fields, self._starts, end = {field.name: field for field in fields}, dict[str, int](), 0
+        for field in fields:
+            self._starts[field.name] = end
+            end += field.width
+        self.width = record_width(fields)
+        self.storage = open_storage(placement, self.width, max_rows, device, folder, name)
+        self.slots = SlotMap()
+        self.num_created = 0
+        """Slots whose records are initialised; the first ones."""
+        self._views: dict[str, Tensor] = {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._fields
+
+    def field(self, name: str) -> Tensor:
+        """[capacity, width], of an integer [capacity]; stays the same tensor when the storage grows."""
+        if name not in self._views:
+            dtype = torch.int32 if self._fields[name].integer else torch.float32
+            self._views[name] = torch.empty(0, dtype=dtype, device=self.storage.records.device)
+            self._point(name)
+        return self._views[name]
+
+    def _point(self, name: str) -> None:
+        """Make a view cover the storage's present records."""
+        records, field = self.storage.records, self._fields[name]
+        size, stride = list(records.shape[:1]), list(records.shape[1:])
+        if not field.integer:
+            size, stride = [*size, field.width], [*stride, 1]
+        start = records.storage_offset() + self._starts[name]
+        self._views[name].set_(records.untyped_storage(), start, size, stride)
+
+    def ensure(self, num_slots: int) -> None:
+        if self.storage.ensure(num_slots):
+            for name in self._views:
+                self._point(name)
+
+    def slots_of(self, rows_R: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots of distinct local rows, which the next step reads."""
+        slots_R = self.slots.lookup(rows_R)
+        self.storage.prefetch(slots_R[slots_R < self.num_created])
+        return slots_R
+
+    @property
+    def nbytes(self) -> int:
+        """Of the records that exist."""
+        return 4 * self.width * self.num_created
