@@ -1,0 +1,144 @@
+"""Records in a sparse memory-mapped file on the node's local disk.
+
+The system's page cache keeps the records in use. There is no cache of our own, so nothing can go stale: a write to
+`records` is a write to the page cache. Around it, two threads of low priority:
+
+    read ahead   asks for the pages of the next step's records (`madvise(WILLNEED)`, many ranges a call, so that the disk
+                 gets them all at once), then passes over the records: that checks them, and maps their pages
+    write back   computes the checksums of written records; once DIRTY_SHARE of memory was written, it writes dirty
+                 pages to the disk, a piece at a time, so that the system never has to stop a step for it
+
+Write-back in the background is also what keeps a run within the memory limit of its cgroup: the system can drop clean
+pages at any time, and dirty ones only after they were written.
+"""
+
+import mmap
+import threading
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from xgram_dist.parallel.device import lower_thread_priority
+from xgram_dist.tables.storage.base import DamagedRecordsError, RecordStorage, Slots
+from xgram_dist.tables.storage.checksums import RecordChecksums
+from xgram_dist.tables.storage.scratch import ScratchFile
+from xgram_dist.tables.storage.system import PAGE, PageReader, memory_limit, write_back
+
+DIRTY_SHARE = 1 / 16
+"""Bytes written between two passes of write-back, as a share of the memory that this process may use."""
+MAX_DIRTY_BYTES = 1 << 30
+WRITE_BACK_BYTES = 32 << 20
+"""A piece of the file. Between pieces, other readers and writers of the disk get their turn."""
+ALLOCATE_BYTES = 64 << 20
+"""Blocks are allocated this far ahead: few calls, and few extents."""
+NAMED = 3
+"""Damaged slots that an error names."""
+
+
+class DiskStorage(RecordStorage):
+    def __init__(self, record_width: int, max_slots: int, folder: Path, name: str):
+        self._record_bytes = 4 * record_width
+        self._file = ScratchFile(folder, name)
+        capacity = self._file.reserve(max(1, max_slots) * self._record_bytes) // self._record_bytes
+        memory = mmap.mmap(self._file.descriptor, capacity * self._record_bytes)
+        memory.madvise(mmap.MADV_RANDOM)  # a fault reads its own page, not those around it
+        records_SW = np.frombuffer(memory, np.float32).reshape(capacity, record_width)
+        self.records = torch.from_numpy(records_SW)
+        self._num_slots = 0
+        self._checksums = RecordChecksums(records_SW)
+        self._pages = PageReader(self._file.descriptor, records_SW.ctypes.data)
+        self._dirty_limit = min(MAX_DIRTY_BYTES, int(memory_limit() * DIRTY_SHARE))
+        self._dirty = 0
+        self._prefetches = 0
+        self._damage: DamagedRecordsError | None = None
+        self._lock = threading.Lock()
+        self._reader = ThreadPoolExecutor(1, "rows-read", lower_thread_priority)
+        self._writer = ThreadPoolExecutor(1, "rows-write", lower_thread_priority)
+        self._written: Future[None] | None = None
+        self._closing = threading.Event()
+
+    def ensure(self, num_slots: int) -> bool:
+        self._raise_damage()
+        if num_slots > self._num_slots:
+            wanted = num_slots * self._record_bytes
+            if num_slots > len(self.records):
+                raise self._file.full(wanted)
+            rest = len(self.records) * self._record_bytes - wanted
+            self._file.allocate(wanted, min(ALLOCATE_BYTES, rest))
+            self._checksums.ensure(num_slots)
+            self._num_slots = num_slots
+        return False
+
+    # Reading
+
+    def prefetch(self, slots: Slots) -> None:
+        self._raise_damage()
+        with self._lock:
+            self._prefetches += 1
+            self._reader.submit(self._read_ahead, np.unique(slots), self._prefetches)
+
+    def _read_ahead(self, slots: Slots, number: int) -> None:
+        if self._closing.is_set() or not len(slots):
+            return
+        starts = slots * self._record_bytes // PAGE
+        ends = -(-(slots + 1) * self._record_bytes // PAGE)
+        # Ranges that touch are one range.
+        first = np.concatenate(([True], starts[1:] > ends[:-1]))
+        starts, ends = starts[first], ends[np.concatenate((first[1:], [True]))]
+        self._pages.will_need(starts * PAGE, (ends - starts) * PAGE)
+        self._note_damage(self._checksums.check(slots, number))
+
+    def verify(self, slots: Slots) -> None:
+        if self._written is not None:
+            self._written.result()  # so that every record has its checksum
+        self._note_damage(self._checksums.check(slots))
+        self._raise_damage()
+
+    def _note_damage(self, slots: Slots) -> None:
+        if len(slots):
+            named = ", ".join(f"{slot} (byte {slot * self._record_bytes:,})" for slot in slots[:NAMED].tolist())
+            more = f" and {len(slots) - NAMED:,} more" if len(slots) > NAMED else ""
+            self._damage = DamagedRecordsError(
+                f"the disk has damaged table rows: in '{self._file.path}', the checksum of record {named}{more} does "
+                "not match; resume from the last checkpoint, and check the disk or choose another memory.folder"
+            )
+
+    def _raise_damage(self) -> None:
+        if self._damage is not None:
+            raise self._damage
+
+    # Writing
+
+    @contextmanager
+    def writing(self, slots: Slots) -> Iterator[None]:
+        self._note_damage(self._checksums.begin_write(slots, self._prefetches))
+        self._raise_damage()
+        if self._written is not None and self._dirty > 2 * self._dirty_limit:
+            self._written.result()  # the disk is slower than the run
+        try:
+            yield
+        finally:
+            self._checksums.end_write(slots)
+            self._dirty += len(slots) * self._record_bytes
+            self._written = self._writer.submit(self._write_back, slots)
+
+    def _write_back(self, slots: Slots) -> None:
+        self._checksums.add(slots)
+        if self._dirty < self._dirty_limit:
+            return
+        self._dirty = 0
+        for start in range(0, self._num_slots * self._record_bytes, WRITE_BACK_BYTES):
+            if self._closing.is_set():
+                return
+            write_back(self._file.descriptor, start, WRITE_BACK_BYTES)
+
+    def close(self) -> None:
+        self._closing.set()
+        self._reader.shutdown()
+        self._writer.shutdown()
+        self._pages.close()
+        self._file.close()
