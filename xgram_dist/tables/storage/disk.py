@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from xgram_dist.errors import UserError
 from xgram_dist.parallel.device import lower_thread_priority
 from xgram_dist.tables.storage.base import DamagedRecordsError, RecordStorage, Slots
 from xgram_dist.tables.storage.checksums import RecordChecksums
@@ -44,6 +45,8 @@ class DiskStorage(RecordStorage):
         self._record_bytes = 4 * record_width
         self._file = ScratchFile(folder, name)
         capacity = self._file.reserve(max(1, max_slots) * self._record_bytes) // self._record_bytes
+        if not capacity:
+            raise self._file.full(self._record_bytes)
         memory = mmap.mmap(self._file.descriptor, capacity * self._record_bytes)
         memory.madvise(mmap.MADV_RANDOM)  # a fault reads its own page, not those around it
         records_SW = np.frombuffer(memory, np.float32).reshape(capacity, record_width)
@@ -54,7 +57,8 @@ class DiskStorage(RecordStorage):
         self._dirty_limit = min(MAX_DIRTY_BYTES, int(memory_limit() * DIRTY_SHARE))
         self._dirty = 0
         self._prefetches = 0
-        self._damage: DamagedRecordsError | None = None
+        self._failure: UserError | None = None
+        """Found by a thread; raised by the next call."""
         self._lock = threading.Lock()
         self._reader = ThreadPoolExecutor(1, "rows-read", lower_thread_priority)
         self._writer = ThreadPoolExecutor(1, "rows-write", lower_thread_priority)
@@ -62,7 +66,7 @@ class DiskStorage(RecordStorage):
         self._closing = threading.Event()
 
     def ensure(self, num_slots: int) -> bool:
-        self._raise_damage()
+        self._raise_failure()
         if num_slots > self._num_slots:
             wanted = num_slots * self._record_bytes
             if num_slots > len(self.records):
@@ -76,14 +80,15 @@ class DiskStorage(RecordStorage):
     # Reading
 
     def prefetch(self, slots: Slots) -> None:
-        self._raise_damage()
+        self._raise_failure()
         with self._lock:
             self._prefetches += 1
-            self._reader.submit(self._read_ahead, np.unique(slots), self._prefetches)
+            self._reader.submit(self._read_ahead, slots, self._prefetches)
 
     def _read_ahead(self, slots: Slots, number: int) -> None:
         if self._closing.is_set() or not len(slots):
             return
+        slots = np.unique(slots)
         starts = slots * self._record_bytes // PAGE
         ends = -(-(slots + 1) * self._record_bytes // PAGE)
         # Ranges that touch are one range.
@@ -96,45 +101,53 @@ class DiskStorage(RecordStorage):
         if self._written is not None:
             self._written.result()  # so that every record has its checksum
         self._note_damage(self._checksums.check(slots))
-        self._raise_damage()
+        self._raise_failure()
 
     def _note_damage(self, slots: Slots) -> None:
         if len(slots):
             named = ", ".join(f"{slot} (byte {slot * self._record_bytes:,})" for slot in slots[:NAMED].tolist())
             more = f" and {len(slots) - NAMED:,} more" if len(slots) > NAMED else ""
-            self._damage = DamagedRecordsError(
+            self._failure = DamagedRecordsError(
                 f"the disk has damaged table rows: in '{self._file.path}', the checksum of record {named}{more} does "
                 "not match; resume from the last checkpoint, and check the disk or choose another memory.folder"
             )
 
-    def _raise_damage(self) -> None:
-        if self._damage is not None:
-            raise self._damage
+    def _raise_failure(self) -> None:
+        if self._failure is not None:
+            raise self._failure
 
     # Writing
 
     @contextmanager
     def writing(self, slots: Slots) -> Iterator[None]:
         self._note_damage(self._checksums.begin_write(slots, self._prefetches))
-        self._raise_damage()
+        self._raise_failure()
         if self._written is not None and self._dirty > 2 * self._dirty_limit:
             self._written.result()  # the disk is slower than the run
         try:
             yield
         finally:
             self._checksums.end_write(slots)
-            self._dirty += len(slots) * self._record_bytes
+            with self._lock:
+                self._dirty += len(slots) * self._record_bytes
             self._written = self._writer.submit(self._write_back, slots)
 
     def _write_back(self, slots: Slots) -> None:
         self._checksums.add(slots)
-        if self._dirty < self._dirty_limit:
-            return
-        self._dirty = 0
+        with self._lock:
+            if self._dirty < self._dirty_limit:
+                return
+            self._dirty = 0
         for start in range(0, self._num_slots * self._record_bytes, WRITE_BACK_BYTES):
             if self._closing.is_set():
                 return
-            write_back(self._file.descriptor, start, WRITE_BACK_BYTES)
+            try:
+                write_back(self._file.descriptor, start, WRITE_BACK_BYTES)
+            except OSError as error:
+                self._failure = DamagedRecordsError(
+                    f"table rows cannot be written to '{self._file.path}': {error.strerror}; resume from the last "
+                    "checkpoint, and check the disk or choose another memory.folder"
+                )
 
     def close(self) -> None:
         self._closing.set()
@@ -142,3 +155,6 @@ class DiskStorage(RecordStorage):
         self._writer.shutdown()
         self._pages.close()
         self._file.close()
+        # The disk's blocks are free once nothing refers to the mapping.
+        self.records = torch.empty(0, self.records.shape[1])
+        del self._checksums

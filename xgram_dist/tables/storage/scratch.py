@@ -110,39 +110,45 @@ class ScratchFile:
 
     def reserve(self, num_bytes: int) -> int:
         """Make the file this long, or as long as the disk is large or the file system allows. Returns its length."""
-        os.ftruncate(self.descriptor, PROBE_BYTES)
-        if os.fstat(self.descriptor).st_blocks * 512 >= PROBE_BYTES // 2:
+        disk = os.fstatvfs(self.descriptor)
+        size = min(num_bytes, disk.f_blocks * disk.f_frsize)
+        while size and not self._lengthen(size):
+            size //= 2
+        if self._is_dense(size):
             self.close()
             raise UserError(
                 f"memory.folder '{self.folder}' is on a file system without sparse files ({file_system(self.folder)}); "
                 "choose a folder on ext4, xfs or btrfs"
             )
-        disk = os.fstatvfs(self.descriptor)
-        size = min(num_bytes, disk.f_blocks * disk.f_frsize)
-        while True:
-            try:
+        return size
+
+    def _lengthen(self, size: int) -> bool:
+        """To `size`, unless a file may not be so long. One that is not sparse stays short."""
+        try:
+            os.ftruncate(self.descriptor, min(size, PROBE_BYTES))
+            if not self._is_dense(size):
                 os.ftruncate(self.descriptor, size)
-                return size
-            except OSError as error:
-                if error.errno not in (errno.EFBIG, errno.EINVAL, errno.ENOSPC) or size <= PROBE_BYTES:
-                    raise
-                size //= 2
+        except OSError:
+            return False
+        return True
+
+    def _is_dense(self, size: int) -> bool:
+        return os.fstat(self.descriptor).st_blocks * 512 > min(size, PROBE_BYTES) // 2
 
     def allocate(self, num_bytes: int, ahead: int) -> None:
-        """Blocks of the disk for the first `num_bytes`, and for `ahead` bytes more where there is room."""
+        """Blocks of the disk for the first `num_bytes`, and for `ahead` bytes more where there is plenty."""
         if num_bytes <= self._allocated:
             return
-        for wanted in (num_bytes + ahead, num_bytes):
-            try:
-                os.posix_fallocate(self.descriptor, self._allocated, wanted - self._allocated)
-            except OSError as error:
-                if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
-                    raise
-                if wanted == num_bytes:
-                    raise self.full(num_bytes) from error
-                continue
-            self._allocated = wanted
-            return
+        disk = os.fstatvfs(self.descriptor)
+        if disk.f_bavail * disk.f_frsize > num_bytes - self._allocated + 2 * ahead:
+            num_bytes += ahead
+        try:
+            os.posix_fallocate(self.descriptor, self._allocated, num_bytes - self._allocated)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            raise self.full(num_bytes) from error
+        self._allocated = num_bytes
 
     def full(self, num_bytes: int) -> UserError:
         """The sentence for a disk without room for a file of so many bytes."""
