@@ -256,8 +256,12 @@ class MemoryConfig(Section):
     row-wise Adagrad. auto is dense or catch_up, by the share of rows a step is expected to hit."""
     count_updates: bool = False
     """Count the updates of every row, for `diagnose`; without it, their number is estimated from token frequencies."""
-    placement: Literal["device", "host"] = "device"
-    """Memory tier of rows and optimizer state. The working set is always on the device."""
+    placement: Literal["device", "host", "disk"] = "device"
+    """Memory tier of rows and optimizer state: the device, host memory, or files on the node's local disk, of which the
+    system keeps in memory what fits. The working set is always on the device. Results are the same."""
+    folder: str | None = None
+    """placement=disk: scratch folder on a local disk of every node. Its files are removed at the end of the run, and
+    those of a killed run by the next one."""
     window: Literal["step"] | Positive | Bytes = "step"
     """Micro-batches that share a working set: all of a step, a number of them, or as many as fit in a size such as 4GiB
     (vectors and their gradients)."""

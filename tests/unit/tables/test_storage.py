@@ -11,7 +11,7 @@ import torch
 from xgram_dist.errors import UserError
 from xgram_dist.tables.storage import open_storage
 from xgram_dist.tables.storage.memory import DeviceStorage, HostStorage
-from xgram_dist.tables.storage.system import PageReader, memory_limit
+from xgram_dist.tables.storage.system import memory_limit
 
 CPU = torch.device("cpu")
 TIERS = ("device", "host", "disk")
@@ -53,7 +53,7 @@ def test_records_keep_their_values_while_the_storage_grows(opened, placement, wi
     storage.verify(np.arange(3000))
 
 
-@pytest.mark.parametrize("placement", ("host", "disk"))
+@pytest.mark.parametrize("placement", ["host", "disk"])
 def test_a_view_of_host_or_disk_records_stays_valid(opened, placement):
     storage = opened(placement, max_slots=50_000)
     storage.ensure(1)
@@ -63,7 +63,7 @@ def test_a_view_of_host_or_disk_records_stays_valid(opened, placement):
     assert view[49_999].tolist() == [3.0, 3.0]
 
 
-@pytest.mark.parametrize("placement", ("host", "disk"))
+@pytest.mark.parametrize("placement", ["host", "disk"])
 def test_reserving_1e11_slots_takes_no_time_memory_or_disk(opened, placement, tmp_path):
     start, before = time.perf_counter(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     storage = opened(placement, width=64, max_slots=10**11)
@@ -132,4 +132,3 @@ def test_the_batched_call_reads_every_range(opened, monkeypatch):
 
 def test_the_memory_limit_is_that_of_the_machine_or_less():
     assert 0 < memory_limit() <= 2**50
-    assert PageReader is not None

@@ -166,10 +166,8 @@ def test_a_disk_that_others_fill_is_a_sentence_not_a_crash(small_disk):
     with contextlib.suppress(OSError):
         (small_disk / "of somebody else").write_bytes(bytes(16 << 20))
     with pytest.raises(UserError, match="needs 819,200 bytes"):
-        for num_slots in range(200, 2001, 100):
-            storage.ensure(num_slots)
-            rows_of(storage, np.arange(num_slots), 2.0)
-        storage.ensure(2000)
+        storage.ensure(200)
+    rows_of(storage, np.arange(100), 2.0)
     storage.close()
 
 
@@ -287,7 +285,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(written, monkeypatch):
     monkeypatch.setattr("xgram_dist.tables.storage.disk.write_back", fail)
     written._dirty_limit = 0
     rows_of(written, np.arange(10), 2.0)
-    with pytest.raises(DamagedRecordsError, match="cannot be written .* Input/output error; resume from the last"):
+    with pytest.raises(DamagedRecordsError, match=r"cannot be written .* Input/output error; resume from the last"):
         written.verify(np.arange(10))
 
 

@@ -25,6 +25,8 @@ def choose_optimizer(config: Config, touched_share: float | None) -> str:
     None: unknown."""
     if config.memory.optimizer != "auto":
         return config.memory.optimizer
+    if config.memory.placement == "disk":  # a sweep would read and write the whole file every step
+        return "catch_up"
     return "dense" if touched_share is None or touched_share >= DENSE_FROM else "catch_up"
 
 

@@ -1,12 +1,12 @@
 """Records of a shard's touched rows in one of three memory tiers (`memory.placement`).
 
-    base        the interface: records by slot, growth, hints, what every tier promises
-    memory      device: a tensor that grows; host: address space reserved once
-    disk        a sparse memory-mapped file in a scratch folder; readahead and write-back in the background
-    scratch     the scratch folder: owners, leftovers of killed runs, full disks, file systems that will not do
-    checksums   damaged records are found before they are used
-    system      calls of Linux that Python has no name for
-    staging     rows of host records on a GPU, gathered while the former step computes
+base        the interface: records by slot, growth, hints, what every tier promises
+memory      device: a tensor that grows; host: address space reserved once
+disk        a sparse memory-mapped file in a scratch folder; readahead and write-back in the background
+scratch     the scratch folder: owners, leftovers of killed runs, full disks, file systems that will not do
+checksums   damaged records are found before they are used
+system      calls of Linux that Python has no name for
+staging     rows of host records on a GPU, gathered while the former step computes
 """
 
 from pathlib import Path

@@ -1,10 +1,10 @@
 """What every memory tier promises about the records of a shard's touched rows.
 
-    if storage.ensure(num_slots): ...            room for more rows; views of `records` are taken again
-    storage.prefetch(slots)                      the next step reads these
-    storage.records[slots]                       read as any tensor
-    with storage.writing(slots): ...             every write to `records` happens in such a block
-    storage.verify(slots)                        before they are saved
+if storage.ensure(num_slots): ...            room for more rows; views of `records` are taken again
+storage.prefetch(slots)                      the next step reads these
+storage.records[slots]                       read as any tensor
+with storage.writing(slots): ...             every write to `records` happens in such a block
+storage.verify(slots)                        before they are saved
 """
 
 from abc import ABC, abstractmethod

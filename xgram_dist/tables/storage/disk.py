@@ -3,8 +3,8 @@
 The system's page cache keeps the records in use. There is no cache of our own, so nothing can go stale: a write to
 `records` is a write to the page cache. Around it, two threads of low priority:
 
-    read ahead   asks for the pages of the next step's records (`madvise(WILLNEED)`, many ranges a call, so that the disk
-                 gets them all at once), then passes over the records: that checks them, and maps their pages
+    read ahead   asks for the pages of the next step's records (`madvise(WILLNEED)`, many ranges a call, so that the
+                 disk gets them all at once), then passes over the records: that checks them, and maps their pages
     write back   computes the checksums of written records; once DIRTY_SHARE of memory was written, it writes dirty
                  pages to the disk, a piece at a time, so that the system never has to stop a step for it
 

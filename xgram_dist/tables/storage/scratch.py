@@ -88,7 +88,7 @@ class ScratchFile:
     """An open file of this process in a scratch folder, until `close`."""
 
     def __init__(self, folder: Path, name: str):
-        assert "/" not in name and not name.startswith("."), name
+        assert "/" not in name, name
         self.folder, self.path = folder, folder / f"{name}{RECORDS}"
         self._name, self._allocated = name, 0
         try:
