@@ -17,6 +17,7 @@ gather, and 13 bytes a record are kept.
 
 import threading
 from collections.abc import Iterator
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -44,10 +45,9 @@ class RecordChecksums:
         if num_slots > len(self._sums_S):
             size = max(num_slots, 2 * len(self._sums_S))
             with self._lock:
-                self._sums_S, self._states_S, self._checks_S = (
-                    np.concatenate((old, np.zeros(size - len(old), old.dtype)))
-                    for old in (self._sums_S, self._states_S, self._checks_S)
-                )
+                self._sums_S = _lengthened(self._sums_S, size)
+                self._states_S = _lengthened(self._states_S, size)
+                self._checks_S = _lengthened(self._checks_S, size)
 
     def begin_write(self, slots: Slots, number: int) -> Slots:
         """`number`: of the latest prefetch. Returns the damaged slots among those that it and the one before it did not
@@ -95,3 +95,7 @@ class RecordChecksums:
     def _sum(self, slots: Slots) -> NDArray[np.int64]:
         gathered_RN = np.take(self._words_SN, slots, axis=0, mode="clip")
         return gathered_RN.sum(axis=1, dtype=np.int64)
+
+
+def _lengthened(numbers_S: NDArray[Any], size: int) -> NDArray[Any]:
+    return np.concatenate((numbers_S, np.zeros(size - len(numbers_S), numbers_S.dtype)))
