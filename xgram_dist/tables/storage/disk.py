@@ -36,24 +36,25 @@ WRITE_BACK_BYTES = 32 << 20
 """A piece of the file. Between pieces, other readers and writers of the disk get their turn."""
 ALLOCATE_BYTES = 64 << 20
 """Blocks are allocated this far ahead: few calls, and few extents."""
+MAX_PADDING = 1.25
 NAMED = 3
 """Damaged slots that an error names."""
 
 
 class DiskStorage(RecordStorage):
     def __init__(self, record_width: int, max_slots: int, folder: Path, name: str):
-        self._record_bytes = 4 * record_width
+        self._record_bytes = _padded(4 * record_width)
         self._file = ScratchFile(folder, name)
         capacity = self._file.reserve(max(1, max_slots) * self._record_bytes) // self._record_bytes
         if not capacity:
             raise self._file.full(self._record_bytes)
         memory = mmap.mmap(self._file.descriptor, capacity * self._record_bytes)
         memory.madvise(mmap.MADV_RANDOM)  # a fault reads its own page, not those around it
-        records_SW = np.frombuffer(memory, np.float32).reshape(capacity, record_width)
-        self.records = torch.from_numpy(records_SW)
+        records_SN = np.frombuffer(memory, np.float32).reshape(capacity, self._record_bytes // 4)
+        self.records = torch.from_numpy(records_SN)[:, :record_width]
         self._num_slots = 0
-        self._checksums = RecordChecksums(records_SW)
-        self._pages = PageReader(self._file.descriptor, records_SW.ctypes.data)
+        self._checksums = RecordChecksums(records_SN)
+        self._pages = PageReader(self._file.descriptor, records_SN.ctypes.data)
         self._dirty_limit = min(MAX_DIRTY_BYTES, int(memory_limit() * DIRTY_SHARE))
         self._dirty = 0
         self._prefetches = 0
@@ -158,3 +159,13 @@ class DiskStorage(RecordStorage):
         # The disk's blocks are free once nothing refers to the mapping.
         self.records = torch.empty(0, self.records.shape[1])
         del self._checksums
+
+
+def _padded(record_bytes: int) -> int:
+    """Bytes from one record to the next: where a little padding does it, no record begins in the middle of a page and
+    takes one page more than it must."""
+    unit = PAGE
+    while unit // 2 >= record_bytes:
+        unit //= 2
+    padded = -(-record_bytes // unit) * unit
+    return padded if padded <= MAX_PADDING * record_bytes else record_bytes
