@@ -112,12 +112,19 @@ def test_prefetch_from_threads_changes_nothing(opened):
     storage.verify(np.arange(4000))
 
 
+def written_back(storage, num_slots):
+    storage.ensure(num_slots)
+    with storage.writing(np.arange(num_slots)):
+        storage.records[:num_slots] = 1.0
+    storage._write_back()
+
+
 def test_readahead_works_where_the_kernel_refuses_the_batched_call(opened, monkeypatch):
     asked = []
     monkeypatch.setattr("xgram_dist.tables.storage.system._SYS_PROCESS_MADVISE", 100_000)
     monkeypatch.setattr("os.posix_fadvise", lambda *arguments: asked.append(arguments[1:3]))
     storage = opened("disk", width=1024)
-    storage.ensure(100)
+    written_back(storage, 100)
     storage._read_ahead(np.array([7, 3, 4]), 1)
     assert asked == [(3 * 4096, 2 * 4096), (7 * 4096, 4096)]
 
@@ -126,8 +133,21 @@ def test_the_batched_call_reads_every_range(opened, monkeypatch):
     """Ranges that the kernel would refuse fall back, one by one; here it takes them all."""
     monkeypatch.setattr("os.posix_fadvise", lambda *_: pytest.fail("the batched call was refused"))
     storage = opened("disk", width=1024)
-    storage.ensure(5000)
+    written_back(storage, 5000)
     storage._read_ahead(np.arange(0, 5000, 2), 1)
+
+
+def test_records_that_were_just_written_are_not_read_ahead(opened, monkeypatch):
+    storage = opened("disk", width=1024)
+    written_back(storage, 100)
+    with storage.writing(np.arange(50, 100)):
+        storage.records[50:100] = 2.0
+    asked = []
+    monkeypatch.setattr(storage._pages, "will_need", lambda starts, sizes: asked.append((starts, sizes)))
+    storage._read_ahead(np.arange(50, 100), 1)
+    assert not asked
+    storage._read_ahead(np.arange(40, 60), 2)
+    assert asked == [(40 * 4096, 10 * 4096)]
 
 
 def test_the_memory_limit_is_that_of_the_machine_or_less():

@@ -235,11 +235,11 @@ def damage(storage, slot):
 
 @pytest.fixture
 def written(tmp_path):
-    """500 records that have reached the disk, 20 of which are damaged there."""
+    """500 records that have been written back."""
     storage = opened(tmp_path, width=300)
     storage.ensure(500)
     rows_of(storage, np.arange(500), 1.0)
-    storage.verify(np.arange(500))
+    storage._write_back()
     yield storage
     storage.close()
 
@@ -285,6 +285,7 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(written, monkeypatch):
     monkeypatch.setattr("xgram_dist.tables.storage.disk.write_back", fail)
     written._dirty_limit = 0
     rows_of(written, np.arange(10), 2.0)
+    written._passes.pop().result()
     with pytest.raises(DamagedRecordsError, match=r"cannot be written .* Input/output error; resume from the last"):
         written.verify(np.arange(10))
 
@@ -298,6 +299,23 @@ def test_write_back_reaches_the_disk(tmp_path, monkeypatch):
     storage.ensure(600)
     for step in range(3):
         rows_of(storage, np.arange(600), float(step))
-        storage.verify(np.arange(1))
+        for running in storage._passes:
+            running.result()
         assert pieces == ([] if step == 0 else [0, 1 << 20, 2 << 20])
+    storage._last_pass -= 60
+    rows_of(storage, np.arange(1), 9.0)
+    storage._passes.pop().result()
+    assert len(pieces) == 6, "records stay dirty for long"
+    storage.close()
+
+
+def test_records_written_while_their_checksums_are_computed_raise_no_alarm(tmp_path):
+    storage, random = opened(tmp_path, width=64), np.random.default_rng(0)
+    storage._dirty_limit = 1
+    storage.ensure(2000)
+    for step in range(100):
+        slots = random.choice(2000, 300, replace=False)
+        storage.prefetch(random.choice(2000, 300, replace=False))
+        rows_of(storage, slots, float(step))
+        storage.verify(np.arange(2000))
     storage.close()

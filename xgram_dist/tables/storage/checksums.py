@@ -1,18 +1,20 @@
 """Checksums of records: a record that the disk has damaged is found before it is used.
 
-    begin_write(slots)    the caller is about to write them; damaged ones among them raise
-    end_write(slots)      written: `add` may compute their checksums, in another thread
-    check(slots)          raises if one of them is damaged; records without a checksum yet are skipped
+    begin_write(slots)    the caller is about to write them; returns damaged ones
+    end_write(slots)      written
+    add()                 checksums of all records written since the last call, before they are written back
+    check(slots)          returns the damaged ones among those that have a checksum
 
-Covered: bytes that change, vanish (a lost write, a page of zeros) or move to another record, between the moment a
-record's checksum is computed, right after its update, and the moment the record is read again. A record that
-`prefetch` announced is checked in the background before the step overwrites it, any other by `begin_write`, all by
-`verify`. Not covered: the moments between an update and its checksum, memory errors while a record is being updated,
-and a step that reads a damaged record before the check is done: it raises before the step's update is written.
+Covered: bytes that change, vanish (a lost write, a page of zeros) or move to another record, between write-back and the
+moment the record is read again. A record that `prefetch` announced is checked in the background before the step
+overwrites it, any other by `begin_write`, all by `verify`. A step that reads a damaged record before the check is done
+raises before it writes its update. Not covered: a record in memory that was not written back since its update, which
+is no longer than WRITE_BACK_SECONDS (disk.py), and a disk that reports an error instead of wrong bytes: the system then
+ends the process by SIGBUS, and the run resumes from the last checkpoint, too.
 
 A checksum is the sum of the record's words modulo 2^64. Any damage to one word changes it, other damage with
-probability 1 - 2^-64 (moving words within the record is not seen). It is a single pass over memory at the speed of a
-gather, and 13 bytes a record are kept.
+probability 1 - 2^-64 (moving words within the record is not seen). It is computed once for each write-back and not for
+each update, by a pass over memory at the speed of a gather; 13 bytes a record are kept.
 """
 
 import threading
@@ -26,7 +28,8 @@ from xgram_dist.tables.storage.base import Slots
 
 BLOCK_BYTES = 1 << 20
 """Records summed at a time; they stay in the cache between gather and sum."""
-UNSUMMED, SUMMED, WRITING, SUMMING = range(4)
+EMPTY, WRITING, WRITTEN, SUMMING, SUMMED = range(5)
+"""What is known of a record. EMPTY: it was never written. SUMMED: it has a checksum, and was not written since."""
 
 
 class RecordChecksums:
@@ -59,14 +62,13 @@ class RecordChecksums:
 
     def end_write(self, slots: Slots) -> None:
         with self._lock:
-            self._states_S[slots] = UNSUMMED
+            self._states_S[slots] = WRITTEN
 
-    def add(self, slots: Slots) -> None:
-        """Compute the checksums of written records. Those that are being written again are left out: the next `add`
-        covers them."""
-        for block in self._blocks(slots):
+    def add(self) -> None:
+        """Checksums of written records. Those that are being written again are left to the next call."""
+        for block in self._blocks(np.flatnonzero(self._states_S == WRITTEN)):
             with self._lock:
-                block = block[self._states_S[block] == UNSUMMED]
+                block = block[self._states_S[block] == WRITTEN]
                 self._states_S[block] = SUMMING
             sums = self._sum(block)
             with self._lock:
@@ -74,20 +76,24 @@ class RecordChecksums:
                 self._sums_S[block[still]] = sums[still]
                 self._states_S[block[still]] = SUMMED
 
+    def summed(self, slots: Slots) -> Slots:
+        """Those that have a checksum: the others were never written, or not long ago, and are in memory."""
+        return slots[self._states_S[slots] == SUMMED]
+
     def check(self, slots: Slots, number: int = 0) -> Slots:
         """The damaged slots among these. `number`: of the prefetch that asks, if one does."""
-        found = []
-        for block in self._blocks(slots):
+        found = [slots[:0]]
+        for block in self._blocks(self.summed(slots)):
             with self._lock:
-                summed = block[self._states_S[block] == SUMMED]
-                expected = self._sums_S[summed]
-            wrong = self._sum(summed) != expected
+                block = self.summed(block)
+                expected = self._sums_S[block]
+            wrong = self._sum(block) != expected
             with self._lock:  # a record written meanwhile has another state or sum
-                same = (self._states_S[summed] == SUMMED) & (self._sums_S[summed] == expected)
+                same = (self._states_S[block] == SUMMED) & (self._sums_S[block] == expected)
                 if number:
                     self._checks_S[block] = number
-            found.append(summed[wrong & same])
-        return np.concatenate(found) if found else slots[:0]
+            found.append(block[wrong & same])
+        return np.concatenate(found)
 
     def _blocks(self, slots: Slots) -> Iterator[Slots]:
         return (slots[start : start + self._block] for start in range(0, len(slots), self._block))

@@ -5,8 +5,11 @@ The system's page cache keeps the records in use. There is no cache of our own, 
 
     read ahead   asks for the pages of the next step's records (`madvise(WILLNEED)`, many ranges a call, so that the
                  disk gets them all at once), then passes over the records: that checks them, and maps their pages
-    write back   computes the checksums of written records; once DIRTY_SHARE of memory was written, it writes dirty
+    write back   after DIRTY_SHARE of memory was written, or WRITE_BACK_SECONDS: computes checksums, then writes dirty
                  pages to the disk, a piece at a time, so that the system never has to stop a step for it
+
+Records that were not written back since their last update are in memory, and readahead leaves them out. So where
+everything fits, both threads have next to nothing to do.
 
 Write-back in the background is also what keeps a run within the memory limit of its cgroup: the system can drop clean
 pages at any time, and dirty ones only after they were written.
@@ -14,6 +17,8 @@ pages at any time, and dirty ones only after they were written.
 
 import mmap
 import threading
+import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
@@ -32,6 +37,8 @@ from xgram_dist.tables.storage.system import PAGE, PageReader, memory_limit, wri
 DIRTY_SHARE = 1 / 16
 """Bytes written between two passes of write-back, as a share of the memory that this process may use."""
 MAX_DIRTY_BYTES = 1 << 30
+WRITE_BACK_SECONDS = 10.0
+"""Between two passes at the most. The system writes pages on its own that have been dirty for 30 seconds."""
 WRITE_BACK_BYTES = 32 << 20
 """A piece of the file. Between pieces, other readers and writers of the disk get their turn."""
 ALLOCATE_BYTES = 64 << 20
@@ -56,14 +63,15 @@ class DiskStorage(RecordStorage):
         self._checksums = RecordChecksums(records_SN)
         self._pages = PageReader(self._file.descriptor, records_SN.ctypes.data)
         self._dirty_limit = min(MAX_DIRTY_BYTES, int(memory_limit() * DIRTY_SHARE))
-        self._dirty = 0
+        self._dirty, self._last_pass = 0, time.monotonic()
         self._prefetches = 0
         self._failure: UserError | None = None
         """Found by a thread; raised by the next call."""
         self._lock = threading.Lock()
         self._reader = ThreadPoolExecutor(1, "rows-read", lower_thread_priority)
         self._writer = ThreadPoolExecutor(1, "rows-write", lower_thread_priority)
-        self._written: Future[None] | None = None
+        self._passes: deque[Future[None]] = deque()
+        """Of write-back, under way or to come."""
         self._closing = threading.Event()
 
     def ensure(self, num_slots: int) -> bool:
@@ -87,9 +95,11 @@ class DiskStorage(RecordStorage):
             self._reader.submit(self._read_ahead, slots, self._prefetches)
 
     def _read_ahead(self, slots: Slots, number: int) -> None:
-        if self._closing.is_set() or not len(slots):
+        if self._closing.is_set():
             return
-        slots = np.unique(slots)
+        slots = self._checksums.summed(np.unique(slots))
+        if not len(slots):
+            return
         starts = slots * self._record_bytes // PAGE
         ends = -(-(slots + 1) * self._record_bytes // PAGE)
         # Ranges that touch are one range.
@@ -99,8 +109,6 @@ class DiskStorage(RecordStorage):
         self._note_damage(self._checksums.check(slots, number))
 
     def verify(self, slots: Slots) -> None:
-        if self._written is not None:
-            self._written.result()  # so that every record has its checksum
         self._note_damage(self._checksums.check(slots))
         self._raise_failure()
 
@@ -123,22 +131,20 @@ class DiskStorage(RecordStorage):
     def writing(self, slots: Slots) -> Iterator[None]:
         self._note_damage(self._checksums.begin_write(slots, self._prefetches))
         self._raise_failure()
-        if self._written is not None and self._dirty > 2 * self._dirty_limit:
-            self._written.result()  # the disk is slower than the run
+        while len(self._passes) > 1:  # the disk is slower than the run
+            self._passes.popleft().result()
         try:
             yield
         finally:
             self._checksums.end_write(slots)
-            with self._lock:
-                self._dirty += len(slots) * self._record_bytes
-            self._written = self._writer.submit(self._write_back, slots)
+            self._dirty += len(slots) * self._record_bytes
+            now = time.monotonic()
+            if self._dirty > self._dirty_limit or now > self._last_pass + WRITE_BACK_SECONDS:
+                self._dirty, self._last_pass = 0, now
+                self._passes.append(self._writer.submit(self._write_back))
 
-    def _write_back(self, slots: Slots) -> None:
-        self._checksums.add(slots)
-        with self._lock:
-            if self._dirty < self._dirty_limit:
-                return
-            self._dirty = 0
+    def _write_back(self) -> None:
+        self._checksums.add()
         for start in range(0, self._num_slots * self._record_bytes, WRITE_BACK_BYTES):
             if self._closing.is_set():
                 return
