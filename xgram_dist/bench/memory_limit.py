@@ -71,7 +71,7 @@ class MemoryLimit:
 
     def __exit__(self, *_: object) -> None:
         assert self.folder is not None
-        for _ in range(100):  # a process that has just ended may still be in it
+        for _attempt in range(100):  # a process that has just ended may still be in it
             with contextlib.suppress(OSError):
                 self.folder.rmdir()
                 return

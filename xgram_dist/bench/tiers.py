@@ -8,13 +8,15 @@ warm       everything fits in memory, and there is no compute to hide behind: st
            plain tensor. The sides take turns of some steps; the first step of a turn is not counted. On a busy machine
            the ratio of the fastest steps says more.
 limited    the disk tier in a cgroup with a quarter of the touched bytes, and beside it without a limit; with and
-           without prefetch. Computing is a pause of 300 ms: as with a GPU, the CPU is free meanwhile. Tokens are Zipf(1.0),
-           of which about nine in ten fall on rows that fit; or uniform, of which one in four does. Exposed time is what a
-           step takes beyond its compute. A wait is exposed time in addition to that of an unlimited step.
+           without prefetch. Computing is a pause of 300 ms: as with a GPU, the CPU is free meanwhile. Tokens are
+           Zipf(1.0), of which about nine in ten fall on rows that fit; or uniform, of which one in four does. Exposed
+           time is what a step takes beyond its compute. A wait is exposed time in addition to that of an unlimited
+           step.
 
 Every side of `limited` runs in a fresh process. Figures are medians over steps.
 """
 
+import itertools
 import json
 import multiprocessing
 import statistics
@@ -121,7 +123,7 @@ def run_warm(rounds: int, steps: int, folder: Path, progress: Progress) -> dict[
         for side, table in tables.items():
             first = number * (steps + 1)
             turn = drawn[side][first : first + steps + 2]
-            seconds = [table.step(*pair, 0.0) for pair in zip(turn[:-1], turn[1:], strict=True)]
+            seconds = [table.step(*pair, 0.0) for pair in itertools.pairwise(turn)]
             medians[side].append(1000 * statistics.median(seconds[1:]))
             fastest[side] = min(fastest[side], *seconds[1:])
             progress.update()
@@ -145,7 +147,7 @@ def _limited_side(file: str, kind: str, steps: int, prefetch: bool, limit: Memor
     drawn = list(draw_slots(kind, WARM + steps + 1))
     seconds = [
         table.step(slots, following if prefetch else None, COMPUTE_SECONDS)
-        for slots, following in zip(drawn[:-1], drawn[1:], strict=True)
+        for slots, following in itertools.pairwise(drawn)
     ][WARM:]
     figures = {
         "ms": 1000 * statistics.median(seconds),

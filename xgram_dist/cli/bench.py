@@ -53,9 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4, tiers 12)"
     )
     parser.add_argument("--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or 4x (default 1)")
-    parser.add_argument(
-        "--folder", help="checkpoint, tiers: a folder on the disk to measure (default: the current folder)"
-    )
+    parser.add_argument("--folder", help="checkpoint, tiers: folder on the disk to measure (default: the current one)")
     parser.add_argument("--peers", help="exchange: folder of the peer systems, tools/peers (default: no peers)")
     parser.add_argument("--frequencies", help="exchange, engine, planning: token frequencies (default: Zipf)")
     parser.add_argument("--data", help="planning: a prepared data set to take tokens from (default: draw them)")

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 
+from xgram_dist.bench import memory_limit
 from xgram_dist.errors import UserError
 from xgram_dist.tables.storage import DamagedRecordsError, open_storage, scratch
 from xgram_dist.tables.storage.disk import DiskStorage
@@ -218,6 +220,43 @@ def test_a_limit_of_file_sizes_is_a_sentence_when_it_is_reached(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert "no room for table rows" in done.stdout
+
+
+# Memory limits
+
+
+def test_a_run_under_a_memory_limit_keeps_every_value(tmp_path):
+    """80 MB of records in 24 MB of memory: pages leave and return all the time."""
+    if memory_limit.why_not():
+        pytest.skip(memory_limit.why_not())
+    program = """
+        import pickle, sys, numpy as np, torch
+        from pathlib import Path
+        from xgram_dist.tables.storage import open_storage
+        limit = pickle.loads(sys.stdin.buffer.read())
+        limit.enter()
+        storage = open_storage("disk", 1024, 10**6, torch.device("cpu"), Path(sys.argv[1]), "shard")
+        storage.ensure(20_000)
+        assert storage._dirty_limit <= limit.num_bytes // 16
+        random, expected = np.random.default_rng(0), np.zeros(20_000, np.float32)
+        drawn = [random.choice(20_000, 500, replace=False) for _ in range(120)]
+        for slots, following in zip(drawn, drawn[1:] + drawn[:1]):
+            storage.prefetch(following)
+            rows = storage.records.numpy()[slots]
+            assert (rows == expected[slots, None]).all()
+            expected[slots] += 1
+            with storage.writing(slots):
+                storage.records.numpy()[slots] = rows + 1
+        for slots in np.array_split(np.arange(20_000), 40):
+            assert (storage.records.numpy()[slots] == expected[slots, None]).all()
+            storage.verify(slots)
+        storage.close()
+        assert limit.peak() <= limit.num_bytes
+    """
+    with memory_limit.MemoryLimit(24 << 20) as limit:
+        command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
+        done = subprocess.run(command, input=pickle.dumps(limit), capture_output=True, check=False)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 # Damaged pages
