@@ -218,6 +218,15 @@ class CopyStream:
         """fp32, in pinned memory for a GPU."""
         return pin_for(self.device, torch.empty(*shape))
 
+    def index_on_device(self, index: NDArray[Any]) -> Tensor:
+        """As `index_to_device`. It has arrived when a later `copy` is done."""
+        if self._copying is None:
+            return index_to_device(index, self.device)
+        with torch.cuda.stream(self._copying):
+            tensor = index_to_device(index, self.device)
+        tensor.record_stream(self._computing)  # type: ignore[arg-type]
+        return tensor
+
     def computed(self) -> Any:
         """The point that the device's computing has been asked to reach so far."""
         return None if self._computing is None else self._computing.record_event()

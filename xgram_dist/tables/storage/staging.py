@@ -23,7 +23,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xgram_dist.parallel.device import CopyStream, index_to_device, set_thread_device
+from xgram_dist.parallel.device import CopyStream, set_thread_device
 from xgram_dist.tables.storage.base import RecordStorage, Slots
 
 GROWTH = 1.25
@@ -40,7 +40,7 @@ class _Gathered:
     index_R: Tensor
     records_RW: Tensor
     num_gathered: int
-    former_index: Tensor
+    former_index_R: Tensor
     """Where the former step has the others."""
     copied: Any
 
@@ -87,7 +87,7 @@ class RowStaging:
     def __init__(self, storage: RecordStorage, device: torch.device):
         """`storage`: in host memory or on disk. Between `stage` and `drain` nothing else reads or writes its records,
         and it does not grow."""
-        self._storage, self._device = storage, device
+        self._storage = storage
         self._stream = CopyStream(device)
         width = storage.records.shape[1]
         self._incoming, self._outgoing = _Buffer(self._stream, width), _Buffer(self._stream, width)
@@ -100,7 +100,6 @@ class RowStaging:
         wait for a plan; the slots are distinct. The former step may be under way, but not the one before it."""
         former = self._latest
         assert former is None or former.former is None or former.former.ended, "two steps are under way"
-        # The former step may have copied records of the one before it, whose memory is about to be freed.
         gathered = self._thread.submit(self._gather, slots_of, former)
         self._latest = StagedRecords(gathered, former)
         return self._latest
@@ -121,10 +120,10 @@ class RowStaging:
         records_RW = self._stream.empty_on_device(len(slots), self._storage.records.shape[1])
         buffer = self._incoming.take(len(early))
         torch.index_select(self._storage.records, 0, torch.from_numpy(slots[early]), out=buffer)
+        index_R, former_index_R = self._stream.index_on_device(index), self._stream.index_on_device(former_index)
         copied = self._stream.copy(records_RW[: len(early)], buffer)
         self._incoming.release(copied)
-        on_device = index_to_device(index, self._device), index_to_device(former_index, self._device)
-        return _Gathered(slots, index, on_device[0], records_RW, len(early), on_device[1], copied)
+        return _Gathered(slots, index, index_R, records_RW, len(early), former_index_R, copied)
 
     def records(self, staged: StagedRecords) -> Tensor:
         """The records of a step on the device [R, W], current; that of a slot is at `staged.index`. The host waits for
@@ -134,14 +133,15 @@ class RowStaging:
         if former is not None:
             assert former.ended, "the former step has not ended"
             late_RW = gathered.records_RW[gathered.num_gathered :]
-            torch.index_select(former.gathered.result().records_RW, 0, gathered.former_index, out=late_RW)
+            torch.index_select(former.gathered.result().records_RW, 0, gathered.former_index_R, out=late_RW)
             staged.former = None  # frees its memory
         return gathered.records_RW
 
     def end(self, staged: StagedRecords) -> None:
         """The step has updated its records: bring them back. Also for a step that was skipped, whose records are as
         they were."""
-        assert staged.former is None and not staged.ended, "`end` before `records`, or twice"  # noqa: PT018
+        assert staged.former is None, "`end` before `records`"
+        assert not staged.ended, "`end` twice"
         self._raise_failure()
         staged.computed, staged.ended = self._stream.computed(), True
         self._scattered = self._thread.submit(self._scatter, staged)
