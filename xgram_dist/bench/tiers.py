@@ -5,8 +5,8 @@ A step reads the records of its distinct rows, computes, and updates them by Ada
 bookkeeping, 7,712 bytes. A step has 4,096 tokens. All rows have been touched before the first measured step.
 
 warm       everything fits in memory, and there is no compute to hide behind: step time of host and disk over that of a
-           plain tensor. The sides take turns of some steps; the first step of a turn is not counted. On a busy machine
-           the ratio of the fastest steps says more.
+           plain tensor. The sides take turns of some steps; the first step of a turn is not counted. The CPU time of
+           the training thread is given, too: it does not depend on what else the machine does.
 limited    the disk tier in a cgroup with a quarter of the touched bytes, and beside it without a limit; with and
            without prefetch. Computing is a pause of 300 ms: as with a GPU, the CPU is free meanwhile. Tokens are
            Zipf(1.0), of which about nine in ten fall on rows that fit; or uniform, of which one in four does. Exposed
@@ -116,26 +116,33 @@ class Table:
 
 def run_warm(rounds: int, steps: int, folder: Path, progress: Progress) -> dict[str, Any]:
     tables = {side: Table(side, folder) for side in SIDES}
-    drawn = {side: list(draw_slots("zipf", rounds * (steps + 1) + 1)) for side in SIDES}
-    medians: dict[str, list[float]] = {side: [] for side in SIDES}
-    fastest = dict.fromkeys(SIDES, float("inf"))
+    drawn = list(draw_slots("zipf", rounds * (steps + 1) + 1))
+    wall: dict[str, list[float]] = {side: [] for side in SIDES}
+    cpu: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(rounds):
+        first = number * (steps + 1)
         for side, table in tables.items():
-            first = number * (steps + 1)
-            turn = drawn[side][first : first + steps + 2]
-            seconds = [table.step(*pair, 0.0) for pair in itertools.pairwise(turn)]
-            medians[side].append(1000 * statistics.median(seconds[1:]))
-            fastest[side] = min(fastest[side], *seconds[1:])
+            times = []
+            for slots, following in itertools.pairwise(drawn[first : first + steps + 2]):
+                before = time.thread_time()
+                seconds = table.step(slots, following, 0.0)
+                times.append((1000 * seconds, 1000 * (time.thread_time() - before)))
+            wall[side].append(statistics.median(seconds for seconds, _ in times[1:]))
+            cpu[side].append(statistics.median(seconds for _, seconds in times[1:]))
             progress.update()
     for table in tables.values():
         table.storage.close()
-    ratios = {s: [m / n for m, n in zip(medians[s], medians["memory"], strict=True)] for s in SIDES[1:]}
     return {
-        "ms": {side: round(statistics.median(values), 2) for side, values in medians.items()},
-        "over_memory": {side: round(statistics.median(values), 3) for side, values in ratios.items()},
-        "fastest_over_memory": {side: round(fastest[side] / fastest["memory"], 3) for side in SIDES[1:]},
-        "over_memory_range": {side: [round(min(v), 3), round(max(v), 3)] for side, v in ratios.items()},
+        "ms": {side: round(statistics.median(values), 2) for side, values in wall.items()},
+        "over_memory": {side: _ratio(wall[side], wall["memory"]) for side in SIDES[1:]},
+        "cpu_ms": {side: round(statistics.median(values), 2) for side, values in cpu.items()},
+        "cpu_over_memory": {side: _ratio(cpu[side], cpu["memory"]) for side in SIDES[1:]},
     }
+
+
+def _ratio(values: list[float], references: list[float]) -> float:
+    """The median over rounds."""
+    return round(statistics.median(one / other for one, other in zip(values, references, strict=True)), 3)
 
 
 def _limited_side(file: str, kind: str, steps: int, prefetch: bool, limit: MemoryLimit | None, folder: str) -> None:

@@ -239,7 +239,7 @@ def test_a_run_under_a_memory_limit_keeps_every_value(tmp_path):
         storage.ensure(20_000)
         assert storage._dirty_limit <= limit.num_bytes // 16
         random, expected = np.random.default_rng(0), np.zeros(20_000, np.float32)
-        drawn = [random.choice(20_000, 500, replace=False) for _ in range(120)]
+        drawn = [random.choice(20_000, 500, replace=False) for _ in range(60)]
         for slots, following in zip(drawn, drawn[1:] + drawn[:1]):
             storage.prefetch(following)
             rows = storage.records.numpy()[slots]

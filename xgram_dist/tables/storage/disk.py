@@ -4,7 +4,7 @@ The system's page cache keeps the records in use. There is no cache of our own, 
 `records` is a write to the page cache. Around it, two threads of low priority:
 
     read ahead   asks for the pages of the next step's records (`madvise(WILLNEED)`, many ranges a call, so that the
-                 disk gets them all at once), then passes over the records: that checks them, and maps their pages
+                 disk gets them all at once), passes over the records to check them, and maps their pages for writing
     write back   after DIRTY_SHARE of memory was written, or WRITE_BACK_SECONDS: computes checksums, then writes dirty
                  pages to the disk, a piece at a time, so that the system never has to stop a step for it
 
@@ -32,7 +32,7 @@ from xgram_dist.parallel.device import lower_thread_priority
 from xgram_dist.tables.storage.base import DamagedRecordsError, RecordStorage, Slots
 from xgram_dist.tables.storage.checksums import RecordChecksums
 from xgram_dist.tables.storage.scratch import ScratchFile
-from xgram_dist.tables.storage.system import PAGE, PageReader, memory_limit, write_back
+from xgram_dist.tables.storage.system import PAGE, MappedFile, memory_limit, write_back
 
 DIRTY_SHARE = 1 / 16
 """Bytes written between two passes of write-back, as a share of the memory that this process may use."""
@@ -61,7 +61,7 @@ class DiskStorage(RecordStorage):
         self.records = torch.from_numpy(records_SN)[:, :record_width]
         self._num_slots = 0
         self._checksums = RecordChecksums(records_SN)
-        self._pages = PageReader(self._file.descriptor, records_SN.ctypes.data)
+        self._pages = MappedFile(self._file.descriptor, records_SN.ctypes.data)
         self._dirty_limit = min(MAX_DIRTY_BYTES, int(memory_limit() * DIRTY_SHARE))
         self._dirty, self._last_pass = 0, time.monotonic()
         self._prefetches = 0
@@ -107,6 +107,7 @@ class DiskStorage(RecordStorage):
         starts, ends = starts[first], ends[np.concatenate((first[1:], [True]))]
         self._pages.will_need(starts * PAGE, (ends - starts) * PAGE)
         self._note_damage(self._checksums.check(slots, number))
+        self._pages.will_write(starts * PAGE, (ends - starts) * PAGE)
 
     def verify(self, slots: Slots) -> None:
         self._note_damage(self._checksums.check(slots))
