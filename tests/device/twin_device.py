@@ -175,7 +175,8 @@ class TwinDevice:
         if to_device != isinstance(source, TwinTensor) and source.numel():
             host = source if to_device else args[0]
             non_blocking = kwargs.get("non_blocking", in_place and len(args) > 2 and args[2])
-            is_pinned = not isinstance(host, TwinTensor) and getattr(host, "stub_pinned", False)
+            whole = host if host._base is None else host._base
+            is_pinned = not isinstance(host, TwinTensor) and getattr(whole, "stub_pinned", False)
             self.ledger.copy(to_device=to_device, non_blocking=bool(non_blocking), pinned=is_pinned)
         return to_device
 

@@ -18,6 +18,7 @@ EXAMPLES = """
   xgram-dist bench exchange --ranks 2 --rounds 3 --peers tools/peers --frequencies frequencies.npz
   xgram-dist bench engine --frequencies frequencies.npz      engines against bare loops; sharded tables against FSDP
   xgram-dist bench planning recipes/1.15b/engram-4x.yaml --ranks 32      planning a step against the predicted step
+  xgram-dist bench tiers --json --folder /scratch            table rows in memory, on the host and on disk (as root)
   xgram-dist bench overlap            exchange with and without overlap, over an emulated link of 1 Gb/s (as root)
 """
 
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--rounds",
         type=int,
-        help="rounds, in each of which all sides run (default: step 12, generate 15, overlap 4, others 3)",
+        help="rounds, in each of which all sides run (default: step 12, generate 15, overlap 4, tiers 8, others 3)",
     )
     parser.add_argument("--vocabulary", type=int, default=32768, help="step, generate, engine (default 32768)")
     parser.add_argument("--no-compile", action="store_true", help="step: without torch.compile")
@@ -49,10 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="exchange: one or more numbers of ranks; checkpoint, engine, planning: one number (default 2)",
     )
     parser.add_argument(
-        "--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4)"
+        "--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4, tiers 12)"
     )
     parser.add_argument("--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or 4x (default 1)")
-    parser.add_argument("--folder", help="checkpoint: a folder on the disk to measure (default: the current folder)")
+    parser.add_argument("--folder", help="checkpoint, tiers: folder on the disk to measure (default: the current one)")
     parser.add_argument("--peers", help="exchange: folder of the peer systems, tools/peers (default: no peers)")
     parser.add_argument("--frequencies", help="exchange, engine, planning: token frequencies (default: Zipf)")
     parser.add_argument("--data", help="planning: a prepared data set to take tokens from (default: draw them)")
@@ -151,6 +152,16 @@ def _overlap(args: argparse.Namespace) -> Figures:
     return run_overlap_benchmark(rounds, steps)
 
 
+def _tiers(args: argparse.Namespace) -> Figures:
+    rounds = 8 if args.rounds is None else args.rounds
+    steps = 12 if args.steps is None else args.steps
+    if rounds < 1 or steps < 1:
+        raise UserError("bench tiers needs --rounds and --steps of at least 1")
+    from xgram_dist.bench.tiers import run_tiers_benchmark
+
+    return run_tiers_benchmark(rounds, steps, Path(args.folder or "."))
+
+
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
@@ -208,6 +219,16 @@ def _show_planning(args: argparse.Namespace, figures: Figures) -> None:
     print_table(["planning", "value"], _rows(figures))
 
 
+def _show_tiers(args: argparse.Namespace, figures: Figures) -> None:
+    from xgram_dist.console import print_table
+
+    parts = {name: part for name, part in figures.items() if isinstance(part, dict)}
+    print_table(["bench tiers", "value"], _rows({n: figure for n, figure in figures.items() if n not in parts}))
+    for name, part in parts.items():
+        print()
+        print_table([name.replace("_", " "), "value"], _rows(part))
+
+
 def _rows(figures: Figures) -> list[list[str]]:
     return [[key.replace("_", " "), _format(value)] for key, value in figures.items()]
 
@@ -229,5 +250,6 @@ BENCHMARKS: dict[str, tuple[Benchmark, Show]] = {
     "planning": (_planning, _show_planning),
     "overlap": (_overlap, _show_figures),
     "step": (_step, _show_figures),
+    "tiers": (_tiers, _show_tiers),
 }
 COMMANDS = {"bench": Command(EXAMPLES, add_arguments, run)}

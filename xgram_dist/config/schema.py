@@ -259,9 +259,14 @@ class MemoryConfig(Section):
     rows: Literal["auto", "all", "touched"] = "auto"
     """Rows that a rank keeps of those it owns. all: every row from the start. touched: rows that were read at least
     once; the others are a formula of the seed, so that memory and checkpoints grow with what the text touches. Results
-    are the same bit for bit. auto: touched for tables of more than 2^24 rows, unless the optimizer is dense."""
-    placement: Literal["device", "host"] = "device"
-    """Memory tier of rows and optimizer state. The working set is always on the device."""
+    are the same bit for bit. auto: touched on disk, and for tables of more than 2^24 rows,
+    unless the optimizer is dense."""
+    placement: Literal["device", "host", "disk"] = "device"
+    """Memory tier of rows and optimizer state: the device, host memory, or files on the node's local disk, of which the
+    system keeps in memory what fits. The working set is always on the device. Results are the same."""
+    folder: str | None = None
+    """placement=disk: scratch folder on a local disk of every node. Its files are removed at the end of the run, and
+    those of a killed run by the next one."""
     window: Literal["step"] | Positive | Bytes = "step"
     """Micro-batches that share a working set: all of a step, a number of them, or as many as fit in a size such as 4GiB
     (vectors and their gradients)."""

@@ -10,6 +10,7 @@ def check(config: Config) -> None:
     """Without touching the file system."""
     _check_model(config)
     _check_parallel(config)
+    _check_placement(config)
     accumulation(config, ranks=1)
 
 
@@ -56,6 +57,24 @@ def _check_parallel(config: Config) -> None:
             )
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
+
+
+def _check_placement(config: Config) -> None:
+    memory = config.memory
+    if memory.placement == "disk" and memory.folder is None:
+        raise UserError(
+            "memory.placement = disk needs memory.folder; set it to a scratch folder on a local disk of every node"
+        )
+    if memory.placement != "disk" and memory.folder is not None:
+        raise UserError(
+            f"memory.folder = '{memory.folder}' is of memory.placement = disk, but the recipe has {memory.placement}; "
+            "take it out or change the placement"
+        )
+    if memory.placement == "disk" and memory.optimizer == "dense":
+        raise UserError(
+            "memory.optimizer = dense sweeps over all rows every step, which memory.placement = disk cannot; set "
+            "memory.optimizer=catch_up, which is the same exact AdamW on the rows of a step"
+        )
 
 
 def check_degrees(config: Config, ranks: int) -> None:

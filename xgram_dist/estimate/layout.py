@@ -107,7 +107,7 @@ def plan_layout(
     # An update on the host receives gradients in fp32 and returns weights in bf16.
     host_device_bytes = (FP32 + BF16) * engine.updated_parameters if engine.update_on_host else 0.0
     if tables is not None:
-        updates["tables"] = (tables.update_bytes, config.memory.placement == "host")
+        updates["tables"] = (tables.update_bytes, config.memory.placement != "device")
         host_device_bytes += tables.host_device_bytes
     compute = plan_compute_parts(config, axes, micro_batches, distinct_tokens)
     exchanged = tables.exchange_bytes if tables else 0.0

@@ -76,7 +76,7 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     hit_rows = hit_share * traffic.rows_held
     rows = traffic.rows_held * (run.touched / run.rows if run.kept else 1.0)
     width, gates = sum(slab.width for slab in slabs), num_row_gates(config)
-    host = config.memory.placement == "host"
+    host = config.memory.placement != "device"
     slab_elements = [count * slab.width for count, slab in zip(largest_vectors, slabs, strict=True)]
     in_place = reads_in_place(config, same_device=not host)
     one_owner = max(largest_vectors) <= distinct * (1 + 1e-9)  # each token has one owner
@@ -128,7 +128,7 @@ def _planning_cpu_seconds(config: Config, tokens: int, vectors: float) -> float:
 def _optimizer_allocations(
     config: Config, optimizer: str, rows: float, hit_rows: float, windows: int, tensor: int, in_place: bool
 ) -> list[Allocation]:
-    slabs, gates, host = table_layout(config, tensor).slabs, num_row_gates(config), config.memory.placement == "host"
+    slabs, gates, host = table_layout(config, tensor).slabs, num_row_gates(config), config.memory.placement != "device"
     width, optimizers = sum(slab.width for slab in slabs), len(slabs) * (2 if gates else 1)
     if optimizer == "adagrad":
         state, gate_state = FP32 * rows * len(table_layout(config).tables), FP32 * rows * gates

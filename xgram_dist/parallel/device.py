@@ -196,6 +196,62 @@ def empty_on_host(like: Tensor) -> Tensor:
     return torch.empty(like.shape, dtype=like.dtype, pin_memory=like.device.type == "cuda")
 
 
+class CopyStream:
+    """Copies between host memory and a device on a stream of their own, beside what the device computes. Any thread may
+    use it. On the CPU, a copy is done when the call returns, and there is nothing to wait for."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self._computing = torch.cuda.current_stream(device) if device.type == "cuda" else None
+        self._copying = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def empty_on_device(self, *shape: int) -> Tensor:
+        """fp32, to be copied to. It may be freed while the device still uses it."""
+        if self._copying is None:
+            return torch.empty(*shape)
+        with torch.cuda.stream(self._copying):
+            tensor = torch.empty(*shape, device=self.device)
+        tensor.record_stream(self._computing)  # type: ignore[arg-type]
+        return tensor
+
+    def empty_on_host(self, *shape: int) -> Tensor:
+        """fp32, in pinned memory for a GPU."""
+        return pin_for(self.device, torch.empty(*shape))
+
+    def index_on_device(self, index: NDArray[Any]) -> Tensor:
+        """As `index_to_device`. It has arrived when a later `copy` is done."""
+        if self._copying is None:
+            return index_to_device(index, self.device)
+        with torch.cuda.stream(self._copying):
+            tensor = index_to_device(index, self.device)
+        tensor.record_stream(self._computing)  # type: ignore[arg-type]
+        return tensor
+
+    def computed(self) -> Any:
+        """The point that the device's computing has been asked to reach so far."""
+        return None if self._computing is None else self._computing.record_event()
+
+    def copy(self, target: Tensor, source: Tensor, after: Any = None) -> Any:
+        """Copy once the device has computed `after`; the point at which it is done."""
+        if self._copying is None:
+            target.copy_(source)
+            return None
+        with torch.cuda.stream(self._copying):
+            if after is not None:
+                self._copying.wait_event(after)
+            target.copy_(source, non_blocking=True)
+            return self._copying.record_event()
+
+    def compute_after(self, point: Any) -> None:
+        """What is computed from now on waits for a copy; the host does not."""
+        if self._computing is not None and point is not None:
+            self._computing.wait_event(point)
+
+    def wait_on_host(self, point: Any) -> None:
+        if point is not None:
+            point.synchronize()
+
+
 # Arithmetic
 
 

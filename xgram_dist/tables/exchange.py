@@ -51,7 +51,7 @@ class ShardedTables:
         self.data_group = mesh.data
         slabs, num_rows = layout.divide(mesh.tensor.size).slabs, layout.num_rows
         sharding = plan_row_sharding(routing, num_rows, self.data_group.size)
-        shard_device = torch.device("cpu") if config.memory.placement == "host" else device
+        shard_device = device if config.memory.placement == "device" else torch.device("cpu")
         wire_dtype = torch.bfloat16 if config.memory.wire == "bf16" else None
         self._wire = Wire(mesh.exchange, mesh.tensor, device, wire_dtype, residual_gradients_are_partial(config))
         self.overlap = config.memory.overlap and self.data_group.size > 1

@@ -10,6 +10,7 @@ from xgram_dist.config import build_config, load_config
 from xgram_dist.config.validate import accumulation
 from xgram_dist.errors import UserError
 from xgram_dist.model.methods.base import check_files, check_method
+from xgram_dist.tables.optimizers.build import choose_optimizer
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -283,3 +284,16 @@ def test_sequence_parallelism_is_refused_by_the_methods_name(method: str) -> Non
     tree["parallel"] = {"tensor": 2, "sequence_parallel": True}
     with pytest.raises(UserError, match=f"sequence_parallel is not offered with memory.method = {method}"):
         check_method(build_config(tree))
+
+
+def test_a_disk_tier_needs_a_folder_and_an_optimizer_that_touches_few_rows() -> None:
+    disk = {"memory.placement": "disk", "memory.folder": "/scratch"}
+    assert "disk needs memory.folder" in refusal({"memory.placement": "disk"})
+    assert "is of memory.placement = disk, but the recipe has host" in refusal({**disk, "memory.placement": "host"})
+    assert "set memory.optimizer=catch_up" in refusal({**disk, "memory.optimizer": "dense"})
+    check_method(build_config(changed({**disk, "memory.optimizer": "catch_up"})))
+
+
+def test_the_disk_tier_never_chooses_the_dense_sweep() -> None:
+    disk = {"memory.placement": "disk", "memory.folder": "/scratch", "memory.optimizer": "auto"}
+    assert choose_optimizer(build_config(changed(disk)), 0.5) == "catch_up"

@@ -34,7 +34,7 @@ ENGINE_WAITS: dict[int, dict[Place, str]] = {
 HOST_ROWS: dict[Place, str] = {
     ("tables/exchange_messages.py", "add_gradients"): "the host reads the gradients it applies"
 }
-"""With `memory.placement=host`: allowed any number of times."""
+"""With `memory.placement` host or disk: allowed any number of times."""
 
 WARM_STEPS = 2
 PAGEABLE_COPY = re.compile(r"Memcpy \w+ .*Pageable")
@@ -45,7 +45,7 @@ SERIAL_SCATTER = re.compile(r"indexing_backward_kernel|embedding_backward")
 def unexpected_waits(config: Config, waits: list[Place]) -> list[str]:
     """Those of a step that are not on the allow-list."""
     free = set(ENGINE_WAITS.get(config.parallel.zero_stage, {}) if config.parallel.engine == "deepspeed" else {})
-    free |= set(HOST_ROWS if config.memory.placement == "host" else {})
+    free |= set(HOST_ROWS if config.memory.placement != "device" else {})
     counted = Counter(place for place in waits if place not in free)
     counted[FINITE] -= 1
     return [f"{file} {function}, {count} a step" for (file, function), count in counted.items() if count > 0]

@@ -43,7 +43,8 @@ def choose_optimizer(config: Config, touched_share: float | None) -> str:
     None: unknown."""
     if config.memory.optimizer != "auto":
         return config.memory.optimizer
-    if config.memory.rows == "touched":
+    # On disk a sweep would read and write the whole file every step.
+    if config.memory.rows == "touched" or config.memory.placement == "disk":
         return "catch_up"
     return "dense" if touched_share is None or touched_share >= DENSE_FROM else "catch_up"
 
