@@ -34,11 +34,12 @@ from torch.distributed.checkpoint.planner_helpers import create_read_items_for_c
 from torch.distributed.checkpoint.storage import StorageReader, StorageWriter, WriteResult
 from torch.futures import Future
 
+from xgram_dist.checkpoint.chain import extend, link_files, rows_file
 from xgram_dist.checkpoint.manifest import TOUCHED_VERSION, Chunk, Entry, Manifest
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.checkpoint.row_ids import RowIdSet
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError, file_checksum
-from xgram_dist.checkpoint.sharded_tensor import LocalRowIds, Tensors
+from xgram_dist.checkpoint.sharded_tensor import CheckpointState, LocalRowIds, Tensors
 from xgram_dist.checkpoint.tensor_file import DTYPE_NAMES, TORCH_DTYPES, verify_file, write_tensors
 from xgram_dist.console import ByteProgress
 
@@ -125,14 +126,25 @@ class FolderWriter(StorageWriter):
     """Writes into an existing folder; `run` goes into the manifest."""
 
     def __init__(
-        self, folder: Path, rank: int, run: dict[str, Any], tensors: Tensors, lines: ByteProgress | None = None
+        self,
+        folder: Path,
+        rank: int,
+        run: dict[str, Any],
+        state: CheckpointState,
+        lines: ByteProgress | None = None,
+        base: Path | None = None,
     ):
-        self.folder, self.rank, self.run, self.lines = folder, rank, run, lines
-        self._row_ids = {name: tensor.row_ids for name, tensor in tensors.items()}
+        """`base`: the checkpoint that the touched rows of the state are the changes of; None: they are all rows."""
+        self.folder, self.rank, self.run, self.lines, self.base = folder, rank, run, lines, base
+        self._row_ids = {name: tensor.row_ids for name, tensor in state.tensors.items()}
+        touched = {name for name, local in state.row_ids.items() if local.table_rows is not None}
+        ids = {state.row_ids[name].segment.tensor for name in touched}
+        self._chained = {name for name, row_set in self._row_ids.items() if row_set in touched or name in ids}
+        """Tensors that later checkpoints may link to."""
         self.written: set[tuple[str, tuple[int, ...]]] = set()
         """(name, offsets) of the shards that this rank has written."""
         self.total_bytes = 0
-        """Of all ranks; known to the coordinator."""
+        """Written by all ranks; known to the coordinator."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -147,10 +159,21 @@ class FolderWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        name = f"rank-{self.rank:05d}.safetensors"
+        results: list[WriteResult] = []
+        chained = [item for item in plan.items if item.index.fqn in self._chained]
+        others = [item for item in plan.items if item.index.fqn not in self._chained]
+        results += self._write_file(f"rank-{self.rank:05d}.safetensors", others, planner)
+        if chained:
+            results += self._write_file(rows_file(self.run["step"], self.rank), chained, planner)
+        self.written = {(result.index.fqn, tuple(result.index.offset or ())) for result in results}
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def _write_file(self, name: str, items: list[WriteItem], planner: SavePlanner) -> list[WriteResult]:
         tensors: dict[str, Tensor] = {}
         indices = {}
-        for item in plan.items:
+        for item in items:
             offsets = item.index.offset or ()
             key = f"{item.index.fqn}@{','.join(map(str, offsets))}"
             data = planner.resolve_data(item)
@@ -158,16 +181,11 @@ class FolderWriter(StorageWriter):
             tensors[key], indices[key] = data, item.index
         checksums = write_tensors(self.folder / name, tensors, self.lines)
         verify_file(self.folder / name, checksums)
-        self.written = {(index.fqn, tuple(index.offset or ())) for index in indices.values()}
         size = (self.folder / name).stat().st_size
-        results: Future[list[WriteResult]] = Future()
-        results.set_result(
-            [
-                WriteResult(indices[key], tensors[key].nbytes, (name, size, key, checksum))
-                for key, checksum in checksums.items()
-            ]
-        )
-        return results
+        return [
+            WriteResult(indices[key], tensors[key].nbytes, (name, size, key, checksum))
+            for key, checksum in checksums.items()
+        ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         manifest = Manifest(self.run, row_ids=metadata.planner_data)
@@ -183,12 +201,18 @@ class FolderWriter(StorageWriter):
                 chunks.append(Chunk(list(chunk.offsets), list(chunk.sizes), file, key, checksum))
             dtype = DTYPE_NAMES[entry.properties.dtype]
             manifest.tensors[name] = Entry(dtype, list(entry.size), chunks, self._row_ids.get(name))
+        self.total_bytes = sum(manifest.files.values())
+        if self.base is not None:
+            base = Manifest.read(self.base)
+            needed = extend(base, manifest)
+            link_files(self.base, needed, self.folder)
+            manifest.files |= {name: base.files[name] for name in needed}
         for path in self.folder.iterdir():
             if path.name not in manifest.files:
                 manifest.files[path.name] = path.stat().st_size
                 manifest.checksums[path.name] = file_checksum(path)
+                self.total_bytes += manifest.files[path.name]
         manifest.write(self.folder)
-        self.total_bytes = sum(manifest.files.values())
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:

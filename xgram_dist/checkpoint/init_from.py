@@ -150,7 +150,7 @@ class _ShardInitializer:
         """(local rows, their global ids): those that the checkpoint holds; where the map is another, all."""
         shard, saved = self.shard, self.reader.saved_rows_of(name)
         if isinstance(shard, TouchedShard):
-            row_ids_N = shard.owned_rows(saved.segments) if same_map else shard.every_row()
+            row_ids_N = shard.owned_rows(saved.rows) if same_map else shard.every_row()
             return shard.adopt(row_ids_N), row_ids_N
         row_ids_S = shard.row_ids.cpu().numpy()
         if saved.complete or not same_map:

@@ -106,6 +106,8 @@ def _same_layout(reader: CheckpointReader, engine: Engine, tables: TableShards |
         return False
     if tables is None:
         return True
+    if any(row_ids.parts is not None for row_ids in reader.manifest.row_ids.values()):
+        return False  # parts of a chain may be of other layouts
     segments = [one for name in reader.row_id_sets() for one in enumerate(reader.saved_rows(name).segments)]
     return all((tables.sharding.owners_of(ids) == rank).all() for rank, ids in segments)
 
@@ -118,11 +120,12 @@ def _load_tables(reader: CheckpointReader, tables: TableShards, mesh: Mesh) -> N
     for shard, (local_R, positions_R) in zip(tables, found, strict=True):
         of_shard = shard.state_dict()
         names = [f"tables.{name}" for name in of_shard.columns | of_shard.tables | of_shard.rows]
-        read_rows(reader, {name: tensors[name] for name in names}, positions_R, local_R)
-        shard.load_replicated(replicated)
-        is_saved = np.zeros(len(shard.row_ids), dtype=bool)
-        is_saved[local_R] = True
-        shard.restart_rows(torch.from_numpy(np.flatnonzero(~is_saved)).to(shard.rows.device))
+        with shard.writing(None):
+            read_rows(reader, {name: tensors[name] for name in names}, positions_R, local_R)
+            shard.load_replicated(replicated)
+            is_saved = np.zeros(len(shard.row_ids), dtype=bool)
+            is_saved[local_R] = True
+            shard.restart_rows(torch.from_numpy(np.flatnonzero(~is_saved)).to(shard.rows.device))
 
 
 def _adopt_rows(
@@ -131,7 +134,7 @@ def _adopt_rows(
     """(local rows that the checkpoint holds, their saved positions). A shard of touched rows makes room for them."""
     saved, rank = reader.saved_rows_of(shard.names[0]), mesh.data.rank
     if isinstance(shard, TouchedShard):
-        ids = shard.owned_rows(saved.segments)
+        ids = shard.owned_rows(saved.rows)
         return shard.adopt(ids), saved.positions_of(ids)
     positions = saved.positions_of(tables.sharding.rows_of(rank))
     local = np.flatnonzero(positions >= 0)

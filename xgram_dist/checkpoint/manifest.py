@@ -5,7 +5,8 @@
     row_ids     which global row stands where in the table tensors (row_ids.py)
     files       bytes of each file; checksums of the files that hold no tensors (those of tensors are in their chunks)
 
-A checkpoint of touched rows alone has version 3: an older release would miss the others. Version 1 has no row ids: it
+A checkpoint of touched rows alone has version 3: an older release would miss the others. A chain (chain.py) has
+version 4. Version 1 has no row ids: it
 names the row-sharding policy, and the policy is run again to find where rows stand (reader.py). Its per-view tensors
 are named `tables.slab-N`, which are read as `tables.view-N`. No torch.
 """
@@ -25,8 +26,8 @@ from xgram_dist import __version__
 from xgram_dist.checkpoint.row_ids import RowIdSegment, RowIdSet, check_row_id_set
 from xgram_dist.checkpoint.safetensors_io import ITEM_BYTES, DamagedFileError
 
-FORMAT, VERSION, TOUCHED_VERSION = "xgram-dist checkpoint", 2, 3
-READABLE_VERSIONS = (1, 2, 3)
+FORMAT, VERSION, TOUCHED_VERSION, CHAIN_VERSION = "xgram-dist checkpoint", 2, 3, 4
+READABLE_VERSIONS = (1, 2, 3, 4)
 FILE = "manifest.json"
 TABLE_ROWS = "tables"
 """The row-id set of the tables, which share one row sharding. Where touched rows alone are saved, each view has a set
@@ -174,6 +175,7 @@ def _parse(tree: dict[str, Any]) -> Manifest:
                 row_ids["num_rows"],
                 [RowIdSegment(**segment) for segment in row_ids["segments"]],
                 row_ids.get("table_rows"),
+                row_ids.get("parts"),
             )
             for name, row_ids in tree["row_ids"].items()
         },

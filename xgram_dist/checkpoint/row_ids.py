@@ -46,6 +46,9 @@ class RowIdSet:
     segments: list[RowIdSegment]
     table_rows: int | None = None
     """Rows of the tables, where touched rows alone are saved. The others are a formula (reader.py)."""
+    parts: list[int] | None = None
+    """Of a chain (chain.py): the segments of each part, the oldest part first. A row counts as in the last part that
+    has it. None: one part, in which each row is there once."""
 
     @property
     def limit(self) -> int:
@@ -89,6 +92,8 @@ def check_row_id_set(where: str, name: str, row_ids: RowIdSet) -> None:
     """Refuse a record that is inconsistent in itself, before anything is read."""
     if row_ids.num_rows < 0 or sum(segment.count for segment in row_ids.segments) != row_ids.num_rows:
         raise DamagedFileError(f"{where}: the row ids '{name}' do not add up to {row_ids.num_rows:,} rows")
+    if row_ids.parts is not None and (sum(row_ids.parts) != len(row_ids.segments) or min(row_ids.parts, default=0) < 1):
+        raise DamagedFileError(f"{where}: the parts of the row ids '{name}' do not add up to its segments")
     for rank, segment in enumerate(row_ids.segments):
         if (segment.ranges is None) == (segment.tensor is None):
             raise DamagedFileError(f"{where}: the row ids '{name}' of data rank {rank} are neither ranges nor a tensor")
@@ -120,11 +125,15 @@ def read_row_ids(
                 f"{row_ids.limit:,} rows"
             )
         found.append(ids.astype(np.int64, copy=False))
-    ordered = np.sort(np.concatenate([np.empty(0, np.int64), *found]), kind="stable")
-    twice = ordered[1:][ordered[1:] == ordered[:-1]]
-    if len(twice):
-        rank = max(rank for rank, ids in enumerate(found) if (ids == twice[0]).any())
-        raise DamagedFileError(f"{where}: the row ids name row {twice[0]} twice (data rank {rank})")
+    first = 0
+    for count in row_ids.parts or [len(found)]:
+        part = found[first : first + count]
+        ordered = np.sort(np.concatenate([np.empty(0, np.int64), *part]), kind="stable")
+        twice = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(twice):
+            rank = max(rank for rank, ids in enumerate(part) if (ids == twice[0]).any())
+            raise DamagedFileError(f"{where}: the row ids name row {twice[0]} twice (data rank {rank})")
+        first += count
     return found
 
 
@@ -144,16 +153,19 @@ class SavedRows:
         """`segments`: the ids of each data rank's rows. `table_rows`: rows of the tables."""
         self.segments, self.table_rows = segments, table_rows
         ids = np.concatenate([np.empty(0, np.int64), *segments])
-        self.complete = len(ids) == table_rows
+        positions = np.argsort(ids, kind="stable")
+        ids = ids[positions]
+        last = np.concatenate((ids[1:] != ids[:-1], np.ones(min(1, len(ids)), bool)))  # a chain has rows several times
+        self._positions, self.rows = positions[last], ids[last]
+        """Where each saved row stands; the saved rows, ascending."""
+        self.complete = len(self.rows) == table_rows
         """Whether every row is saved."""
-        self._positions = np.argsort(ids, kind="stable")
-        self._ids = None if self.complete else ids[self._positions]
 
     def positions_of(self, rows: NDArray[Any]) -> NDArray[Any]:
         """The position of each of these global rows; -1 where it is not saved."""
-        if self._ids is None:
+        if self.complete:
             return self._positions[rows]
-        if len(self._ids) == 0:
+        if len(self.rows) == 0:
             return np.full(len(rows), -1)
-        place = np.searchsorted(self._ids, rows).clip(max=len(self._ids) - 1)
-        return np.where(self._ids[place] == rows, self._positions[place], -1)
+        place = np.searchsorted(self.rows, rows).clip(max=len(self.rows) - 1)
+        return np.where(self.rows[place] == rows, self._positions[place], -1)

@@ -83,18 +83,26 @@ class Saver:
         overdue = minutes > 0 and time.monotonic() - self._last_save >= 60 * minutes
         return overdue or (every > 0 and step % every == 0)
 
-    def save(self, state: CheckpointState, facts: dict[str, Any], files: list[Path], *, wait: bool) -> list[SaveResult]:
-        """Start a save; `files` are copied into the checkpoint. Returns the results of saves that ended and were not
-        yet reported: the previous one, and with `wait` this one."""
+    def save(
+        self,
+        state: CheckpointState,
+        facts: dict[str, Any],
+        files: list[Path],
+        *,
+        wait: bool,
+        base: Path | None = None,
+    ) -> list[SaveResult]:
+        """Start a save; `files` are copied into the checkpoint. `base`: as in `FolderWriter`. The former save must have
+        ended. With `wait`, returns the result."""
         start = self._last_save = time.monotonic()
-        results = self.finished_saves(wait=True)
+        assert self._pending is None, "a save is under way"
         if wait or not self.settings.asynchronous:
-            self._pending = self._thread.submit(self._write, state, facts, files, start, None)
-            return results + self.finished_saves(wait=True)
+            self._pending = self._thread.submit(self._write, state, facts, files, start, None, base)
+            return self.finished_saves(wait=True)
         staged = self._staging.copy(state)
         blocked = time.monotonic() - start
-        self._pending = self._thread.submit(self._write, staged, facts, files, start, blocked)
-        return results
+        self._pending = self._thread.submit(self._write, staged, facts, files, start, blocked, base)
+        return []
 
     def finished_saves(self, *, wait: bool = False) -> list[SaveResult]:
         """The result of the last save, once, when it has ended."""
@@ -114,7 +122,13 @@ class Saver:
     # On the thread.
 
     def _write(
-        self, state: CheckpointState, facts: dict[str, Any], files: list[Path], start: float, blocked: float | None
+        self,
+        state: CheckpointState,
+        facts: dict[str, Any],
+        files: list[Path],
+        start: float,
+        blocked: float | None,
+        base: Path | None,
     ) -> SaveResult:
         """`blocked`: None if training waits for all of it."""
         step = facts["step"]
@@ -122,7 +136,7 @@ class Saver:
         try:
             unfinished = Path(self._on_rank_0(lambda: self._begin(step, files)))
             placed = place_rows(state, dict(self._all_gather(count_rows(state))))
-            writer = FolderWriter(unfinished, self.world.rank, facts, placed.tensors, lines)
+            writer = FolderWriter(unfinished, self.world.rank, facts, placed, lines, base)
             ignore_single_process_warning()
             save(
                 placed.tensors,
@@ -233,15 +247,18 @@ class StagingBuffers:
     def copy(self, state: CheckpointState) -> CheckpointState:
         """A copy, valid until the next one is made."""
         shards = {
-            (name, shard.offsets): shard.tensor
+            (name, shard.offsets): (shard.tensor, shard.is_copy)
             for name, tensor in state.tensors.items()
             for shard in tensor.shards
             if (name, shard.offsets) not in self._skipped
         }
-        covered_bases = _covered_bases(list(shards.values()))
+        covered_bases = _covered_bases([local for local, is_copy in shards.values() if not is_copy])
         copies: dict[ShardKey, Tensor] = {}
         base_copies: dict[int, Tensor] = {}
-        for key, local in shards.items():
+        for key, (local, is_copy) in shards.items():
+            if is_copy and local.device.type == "cpu":
+                copies[key] = local
+                continue
             base = covered_bases.get(id(local._base))
             if base is None:
                 copies[key] = self._copy(key, local)
@@ -250,7 +267,7 @@ class StagingBuffers:
                 base_copies[id(base)] = self._copy(key, base)
             offset = local.storage_offset() - base.storage_offset()
             copies[key] = base_copies[id(base)].as_strided(local.shape, local.stride(), offset)
-        for device in {local.device for local in shards.values()}:
+        for device in {local.device for local, _ in shards.values()}:
             synchronize(device)
         tensors = {
             name: ShardedTensor(

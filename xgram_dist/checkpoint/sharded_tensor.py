@@ -12,7 +12,7 @@ state saved as one set of shards loads into any other: torch.distributed.checkpo
 Rows of table tensors stand in the order of the data ranks; the row ids (row_ids.py) say which global rows those are.
 """
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,8 @@ MOMENT_SUFFIXES = (".first_moment", ".second_moment")
 class LocalShard:
     offsets: tuple[int, ...]
     tensor: Tensor
+    is_copy: bool = False
+    """Whether nothing else holds the tensor, so that saving it in the background needs no copy."""
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
@@ -82,11 +84,14 @@ class CheckpointState:
         return {name: tensor for name, tensor in self.tensors.items() if tensor.row_ids is not None}
 
 
-def training_state(engine: Engine, tables: TableShards | None, mesh: Mesh) -> CheckpointState:
-    """Everything a checkpoint saves: backbone, tables, and this rank's random generator."""
+def training_state(
+    engine: Engine, tables: TableShards | None, mesh: Mesh, *, changed_rows: bool = False
+) -> CheckpointState:
+    """Everything a checkpoint saves: backbone, tables, and this rank's random generator. `changed_rows`: of touched
+    rows, those that were written since the last checkpoint."""
     state = CheckpointState(backbone_state(engine, mesh))
     if tables is not None:
-        table = table_state(tables, mesh)
+        table = table_state(tables, mesh, changed_rows=changed_rows)
         state.tensors |= table.tensors
         state.row_ids |= table.row_ids
     state.tensors[f"rng.rank-{mesh.world.rank}"] = ShardedTensor.replicated(torch.get_rng_state())
@@ -109,23 +114,25 @@ def backbone_state(engine: Engine, mesh: Mesh) -> Tensors:
     return tensors
 
 
-def table_state(shards: TableShards, mesh: Mesh) -> CheckpointState:
+def table_state(shards: TableShards, mesh: Mesh, *, changed_rows: bool = False) -> CheckpointState:
     """Rows, gates and optimizer state of all tables. Columns are sharded over the tensor axis; all else is replicated
-    over it."""
+    over it. `changed_rows`: as in `training_state`."""
     sharding, rank, num_rows = shards.sharding, mesh.data.rank, shards.num_rows
     tensors: Tensors = {}
     row_ids: dict[str, LocalRowIds] = {}
     for shard in shards:
-        state, touched = shard.state_dict(), isinstance(shard, TouchedShard)
+        touched = isinstance(shard, TouchedShard)
+        copies = touched and changed_rows
+        state = shard.changed_state() if copies else shard.state_dict()
         row_set = f"{TABLE_ROWS}.view-{shard.slab.view}" if touched else TABLE_ROWS
         first_row = 0 if touched else sum(sharding.count(lower) for lower in range(rank))
         for name, tensor in state.columns.items():
             width = tensor.shape[1]
-            local = LocalShard((first_row, mesh.tensor.rank * width), tensor)
+            local = LocalShard((first_row, mesh.tensor.rank * width), tensor, copies)
             shape = (num_rows, width * mesh.tensor.size)
             tensors[f"tables.{name}"] = ShardedTensor(shape, tensor.dtype, [local], row_set)
         for name, tensor in (state.tables | state.rows).items():
-            local = LocalShard((first_row,), tensor)
+            local = LocalShard((first_row,), tensor, copies)
             tensors[f"tables.{name}"] = ShardedTensor((num_rows,), tensor.dtype, [local], row_set)
         for name, tensor in state.replicated.items():
             tensors[f"tables.{name}"] = ShardedTensor.replicated(tensor)
@@ -161,7 +168,7 @@ def place_rows(state: CheckpointState, counts: dict[int, RowCounts]) -> Checkpoi
         first, total = sum(of_ranks[: local.data_rank]), sum(of_ranks)
         # A rank without rows has no shard, or its offsets would be those of the next rank's.
         holds = of_ranks[local.data_rank] > 0 or (total == 0 and local.data_rank == 0)
-        shards = [LocalShard((first + one.offsets[0], *one.offsets[1:]), one.tensor) for one in tensor.shards if holds]
+        shards = [replace(one, offsets=(first + one.offsets[0], *one.offsets[1:])) for one in tensor.shards if holds]
         tensors[name] = ShardedTensor((total, *tensor.shape[1:]), tensor.dtype, shards, tensor.row_ids)
     return CheckpointState(tensors, state.row_ids)
 

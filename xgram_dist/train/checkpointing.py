@@ -7,21 +7,23 @@ its end. All ranks call `resume`, `start_from` and `save`.
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from xgram_dist.checkpoint.folder import checkpoints_at
+from xgram_dist.checkpoint.chain import Chain, touched_sets
+from xgram_dist.checkpoint.folder import FOLDER, checkpoints_at, name_of
 from xgram_dist.checkpoint.init_from import init_from_checkpoint, summary_rows
 from xgram_dist.checkpoint.lease import Lease
 from xgram_dist.checkpoint.load import load_checkpoint, load_newest
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError
 from xgram_dist.checkpoint.save import Saver, SaveResult
-from xgram_dist.checkpoint.sharded_tensor import training_state
+from xgram_dist.checkpoint.sharded_tensor import table_state, training_state
 from xgram_dist.config import Config, dump_config, parse_config
 from xgram_dist.console import print_table
 from xgram_dist.data.dataset import PreparedData
@@ -95,6 +97,8 @@ class RunCheckpoints:
         self._engine, self._shards = optimizer.engine, optimizer.shards
         self._data, self._loader, self._routing, self._keys = data, loader, routing, keys
         self._saver = Saver(folder, config.checkpoint, mesh.world, lease)
+        self._chain: Chain | None = None
+        """What a save of changed rows would extend."""
 
     # ---- starting
 
@@ -110,6 +114,7 @@ class RunCheckpoints:
                 raise UserError(f"'{self._folder}' has no checkpoint to resume from; start over with --fresh")
             return None
         self._say(f"resuming after step {facts['step']}")
+        self._chain = self._chain_at(self._folder / FOLDER / name_of(facts["step"]))
         return _state_of(facts)
 
     def start_from(self, start: StartCheckpoint) -> TrainState:
@@ -150,13 +155,53 @@ class RunCheckpoints:
         return self._mesh.world.first and self._saver.due(step)
 
     def save(self, state: TrainState, *, wait: bool) -> list[SaveResult]:
-        """Save in the background, or `wait`. Returns the saves that ended meanwhile."""
-        tensors = training_state(self._engine, self._shards, self._mesh)
-        return self._saver.save(tensors, self._facts(state), self._files(), wait=wait)
+        """Save in the background, or `wait`. Returns the saves that ended meanwhile. Of touched rows, those that were
+        written since the last save are saved, unless the chain has become long."""
+        results = self._noted(self._saver.finished_saves(wait=True))
+        chain = self._extended_chain()
+        tensors = training_state(self._engine, self._shards, self._mesh, changed_rows=chain.parts > 1)
+        base = self._chain.newest if self._chain is not None and chain.parts > 1 else None
+        if self._shards is not None:
+            self._shards.mark_saved()
+        self._chain = replace(chain, newest=self._folder / FOLDER / name_of(state.step))
+        return results + self._noted(
+            self._saver.save(tensors, self._facts(state), self._files(), wait=wait, base=base)
+        )
 
     def finished(self) -> list[SaveResult]:
         """A background save that has ended since the last call."""
-        return self._saver.finished_saves()
+        return self._noted(self._saver.finished_saves())
+
+    def _noted(self, results: list[SaveResult]) -> list[SaveResult]:
+        if any(result.error is not None for result in results):
+            self._chain = None  # rows that were to be saved are no longer known as changed: the next save has all
+        return results
+
+    def _extended_chain(self) -> Chain:
+        """With the rows of a save now; of one part if it has to be all rows. The same on all ranks."""
+        if self._shards is None or not self._shards.touched:
+            return Chain(self._folder, 1, 0)
+        counts = torch.tensor([self._shards.num_changed(), self._shards.num_created()])
+        changed, created = self._mesh.world.host.all_reduce_sum(counts).tolist()
+        if self._chain is not None:
+            longer = Chain(self._chain.newest, self._chain.parts + 1, self._chain.rows + changed)
+            if longer.is_short(created):
+                return longer
+        return Chain(self._folder, 1, created)
+
+    def _chain_at(self, checkpoint: Path) -> Chain | None:
+        """Of a checkpoint that was loaded; None: it cannot be extended."""
+        if self._shards is None or not self._shards.touched:
+            return None
+        manifest = Manifest.read(checkpoint)
+        sets = touched_sets(manifest)
+        state = table_state(self._shards, self._mesh)
+        same = all(name in manifest.tensors and manifest.tensors[name].row_ids in sets for name in state.row_tensors())
+        if not same:
+            return None
+        self._shards.mark_saved()
+        rows = sum(one.num_rows for one in sets.values()) * self._mesh.tensor.size
+        return Chain(checkpoint, max(len(one.parts or [1]) for one in sets.values()), rows)
 
     def wait(self, seconds: float) -> None:
         """Until the save under way has ended, if it ends in time."""
