@@ -12,11 +12,17 @@ chain gets long, the next save writes all rows again.
 
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from xgram_dist.checkpoint.manifest import CHAIN_VERSION, Chunk, Entry, Manifest
+from xgram_dist.checkpoint.inspect import find_damage
+from xgram_dist.checkpoint.manifest import CHAIN_VERSION, FILE, Chunk, Entry, Manifest
 from xgram_dist.checkpoint.row_ids import RowIdSet
+from xgram_dist.checkpoint.safetensors_io import DamagedFileError
+from xgram_dist.errors import UserError
+
+BLOCK_BYTES = 4 << 20
 
 MAX_PARTS = 32
 MAX_GROWTH = 2.0
@@ -88,6 +94,32 @@ def link_files(source: Path, names: list[str], target: Path) -> None:
             raise
         except OSError:
             with (source / name).open("rb") as old, (target / name).open("wb") as new:
-                shutil.copyfileobj(old, new, 1 << 22)
+                shutil.copyfileobj(old, new, BLOCK_BYTES)
                 new.flush()
                 os.fsync(new.fileno())
+
+
+def pack(checkpoint: Path, target: Path, progress: Callable[[int], None]) -> Manifest:
+    """Copy a checkpoint with all that it needs, as files of its own, and read the copy against its checksums. The target
+    is complete or not there."""
+    manifest = Manifest.read(checkpoint)
+    if target.exists():
+        raise UserError(f"'{target}' exists; choose another --out")
+    unfinished = target.with_name(f".{target.name}.part")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    unfinished.mkdir(parents=True)
+    try:
+        for name in (*manifest.files, FILE):
+            with (checkpoint / name).open("rb") as source, (unfinished / name).open("wb") as copy:
+                while block := source.read(BLOCK_BYTES):
+                    copy.write(block)
+                    progress(len(block))
+                copy.flush()
+                os.fsync(copy.fileno())
+        damage = next(find_damage(unfinished, Manifest.read(unfinished), progress), None)
+        if damage is not None:
+            raise DamagedFileError(damage.replace(str(unfinished), str(checkpoint)))
+        unfinished.rename(target)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+    return manifest

@@ -1,4 +1,4 @@
-"""`xgram-dist inspect`: what a checkpoint holds, and whether it is undamaged. Imports no torch."""
+"""`xgram-dist inspect`, `pack`: what a checkpoint holds, whether it is undamaged, and a copy of it. Import no torch."""
 
 import argparse
 import json
@@ -139,4 +139,31 @@ def _size(count: int) -> str:
     return f"{count:,} bytes"
 
 
-COMMANDS = {"inspect": Command(EXAMPLES, add_arguments, run)}
+PACK_EXAMPLES = """
+  xgram-dist pack runs/tiny-xgram --out tiny-xgram-180
+"""
+
+
+def add_pack_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run: then its newest checkpoint")
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
+
+
+def run_pack(args: argparse.Namespace) -> int:
+    from xgram_dist.checkpoint.chain import pack
+    from xgram_dist.checkpoint.folder import checkpoints_at
+    from xgram_dist.checkpoint.manifest import Manifest
+    from xgram_dist.console import Progress
+
+    checkpoint = checkpoints_at(Path(args.path))[-1]
+    size = sum(Manifest.read(checkpoint).files.values())
+    with Progress(2 * size / 1e6, "MB", "copying and verifying") as progress:
+        manifest = pack(checkpoint, Path(args.out), lambda count: progress.update(count / 1e6))
+    print(f"step {manifest.run['step']:,} in '{args.out}': {len(manifest.files)} files, {_size(size)}")
+    return 0
+
+
+COMMANDS = {
+    "inspect": Command(EXAMPLES, add_arguments, run),
+    "pack": Command(PACK_EXAMPLES, add_pack_arguments, run_pack),
+}
