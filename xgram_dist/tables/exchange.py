@@ -72,7 +72,7 @@ class ShardedTables:
             (device, shard_device),
             keys_of,
             zero_copy=reads_in_place(config, same_device=shard_device == device),
-            records=self.shards.records,
+            slots=self.shards.slot_sources,
         )
         self._thread = ThreadPoolExecutor(1, "plan", begin_planning_thread, (device,))
 

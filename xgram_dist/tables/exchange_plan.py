@@ -24,7 +24,7 @@ R touched rows.
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -39,7 +39,6 @@ from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.lookup import Accesses, build_gathered_accesses, build_zero_copy_accesses
 from xgram_dist.tables.ngrams import NgramKeys
-from xgram_dist.tables.records import Records
 from xgram_dist.tables.requests import (
     NgramRequests,
     OneOwnerPerToken,
@@ -193,6 +192,16 @@ class LocalReads:
     coefficients_N: NDArray[Any] | None
 
 
+class SlotSource(Protocol):
+    """A shard that keeps touched rows only."""
+
+    @property
+    def num_slots(self) -> int: ...
+
+    def slots_of(self, rows_R: Integers) -> Integers:
+        """The slots of distinct local rows that the next step reads. A row that has none gets one."""
+
+
 class ExchangePlanner:
     """Plans the windows of a step. Every rank of the group must plan the same steps in the same order."""
 
@@ -207,11 +216,11 @@ class ExchangePlanner:
         devices: tuple[torch.device, torch.device],
         keys_of: NgramKeys | None = None,
         zero_copy: bool = False,
-        records: list[Records] | None = None,
+        slots: list[SlotSource] | None = None,
     ):
         """`group`: the data axis's host group. `devices`: of the working set, and of the rows. `keys_of`: the keys of
-        each position; without it, the token itself. `zero_copy`: local rows are read in place. `records`: of each
-        shard, where shards keep touched rows only: plans then name slots instead of local rows."""
+        each position; without it, the token itself. `zero_copy`: local rows are read in place. `slots`: the shards,
+        where they keep touched rows only: plans then name slots instead of local rows."""
         self.group, self.rule = group, rule
         self._order = OwnerOrder(group)
         self.device, self.shard_device = devices
@@ -219,7 +228,7 @@ class ExchangePlanner:
             LocalAccessLists(routing, slab.view, sharding, group.rank) if routing else None for slab in slabs
         ]
         assert not zero_copy or routing is None
-        self._zero_copy, self._records = zero_copy, records
+        self._zero_copy, self._slots = zero_copy, slots
         self._pool = PlanningPool()
         self._requests: Requests
         if keys_of is not None:
@@ -318,7 +327,7 @@ class ExchangePlanner:
                         accesses=self._accesses(s, reads[w][s], num_local),
                         part=parts[s][w],
                         num_remote_tokens=slab.num_remote_tokens,
-                        num_slots=0 if self._records is None else len(self._records[s].slots),
+                        num_slots=0 if self._slots is None else self._slots[s].num_slots,
                     )
                 )
             index, keys_of_rows = request.index, request.keys_U
@@ -336,7 +345,7 @@ class ExchangePlanner:
 
     def _row_names(self, slab: int, rows_R: Integers) -> Integers:
         """What the shard calls these local rows."""
-        return rows_R if self._records is None else self._records[slab].slots_of(rows_R)
+        return rows_R if self._slots is None else self._slots[slab].slots_of(rows_R)
 
     def _zero_copy_slots(self, keys_U: Integers, touched: TouchedRows) -> tuple[Integers, Integers]:
         """(where the vector of each distinct key lies in a working set that begins with the touched rows; its keys)."""

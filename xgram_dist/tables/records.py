@@ -4,17 +4,14 @@
 
 A record holds values, what the optimizers keep, gates, and bookkeeping (int32) of one row of a slab. `Records` knows
 which slot holds which row (slots.py) and gives the fields of all records as strided tensors [capacity, width], on which
-optimizers work. A row is created, that is, initialised, before its first use (shard.py).
-
-Planning calls `slots_of` a step ahead in its own thread. All else belongs to the training thread.
+optimizers work. Planning gives rows their slots, a step ahead in its own thread; the training thread creates their
+records, that is, initialises them, before they are first read (shard.py).
 """
 
 from dataclasses import dataclass
 from pathlib import Path
 
-import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.tables.slots import SlotMap
@@ -81,12 +78,6 @@ class Records:
         if self.storage.ensure(num_slots):
             for name in self._views:
                 self._point(name)
-
-    def slots_of(self, rows_R: NDArray[np.int64]) -> NDArray[np.int64]:
-        """The slots of distinct local rows, which the next step reads."""
-        slots_R = self.slots.lookup(rows_R)
-        self.storage.prefetch(slots_R[slots_R < self.num_created])
-        return slots_R
 
     @property
     def nbytes(self) -> int:

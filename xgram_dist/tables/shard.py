@@ -19,6 +19,7 @@ Shapes: S rows held here, R touched rows, Q vectors, W slab width, J tables of t
 """
 
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -31,7 +32,7 @@ from xgram_dist.config import Config
 from xgram_dist.parallel.device import advise_huge_pages, to_device
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.process_group import ProcessGroup
-from xgram_dist.tables.exchange_plan import PartOfStep, SlabPlan
+from xgram_dist.tables.exchange_plan import PartOfStep, SlabPlan, SlotSource
 from xgram_dist.tables.initial_rows import initial_rows
 from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.lookup import GatheredAccesses, RowGradient, ZeroCopyAccesses, scale_rows
@@ -270,6 +271,8 @@ class TouchedShard(Shard):
         self.step = None
         for optimizer in self.optimizers:
             optimizer.num_rows = 0
+        self._prepared: deque[tuple[slice, Tensor]] = deque()
+        """Slots that planning has given to rows, and the initial values of these."""
         # VIP rows are the first local rows, and the most frequent ones: as the first slots, they are still the first.
         self.records.slots.lookup(np.arange(self.row_optimizer.num_vip))
         self.create(self.row_optimizer.num_vip)
@@ -306,15 +309,47 @@ class TouchedShard(Shard):
         if num_slots <= first:
             return
         self.records.ensure(num_slots)
-        new, device = slice(first, num_slots), self.rows.device
-        ids = to_device(torch.from_numpy(self._global_ids(new)), device)
-        self._initial.fill_rows(self.rows[new], ids)
+        while first < num_slots:
+            new, values = slice(first, num_slots), None
+            if self._prepared and self._prepared[0][0].start == first:
+                new, values = self._prepared.popleft()
+            elif self._prepared:
+                new = slice(first, min(num_slots, self._prepared[0][0].start))
+            self._create(new, values)
+            first = new.stop
+
+    def _create(self, new: slice, values: Tensor | None) -> None:
+        device = self.rows.device
+        if values is None:
+            self._initial.fill_rows(self.rows[new], self._global_ids_on_device(new))
+        else:
+            self.rows[new] = values
         if self.gates is not None:
-            self._initial.fill_gates(self.gates[new], ids)
+            self._initial.fill_gates(self.gates[new], self._global_ids_on_device(new))
         for optimizer in self.optimizers:
-            optimizer.num_rows = num_slots
-            optimizer.start_rows(torch.arange(first, num_slots, device=device))
-        self.records.num_created = num_slots
+            optimizer.num_rows = new.stop
+            optimizer.start_rows(torch.arange(new.start, new.stop, device=device))
+        self.records.num_created = new.stop
+
+    def _global_ids_on_device(self, slots: slice) -> Tensor:
+        return to_device(torch.from_numpy(self._global_ids(slots)), self.rows.device)
+
+    @property
+    def num_slots(self) -> int:
+        return len(self.records.slots)
+
+    def slots_of(self, rows_R: NDArray[np.int64]) -> NDArray[np.int64]:
+        """The slots of distinct local rows that the next step reads, for planning, in its thread. A row that has none
+        gets one; its initial values are computed here, ahead of the step."""
+        records, first = self.records, len(self.records.slots)
+        slots_R = records.slots.lookup(rows_R)
+        records.storage.prefetch(slots_R[slots_R < records.num_created])
+        new = slice(first, len(records.slots))
+        if new.stop > first:
+            values = torch.empty(new.stop - first, self.slab.width, device=self.rows.device)
+            self._initial.fill_rows(values, self._global_ids_on_device(new))
+            self._prepared.append((new, values))
+        return slots_R
 
     def read_from(self, source: InitialValues) -> None:
         """Rows have these values instead of the initial ones: for rows that are only read."""
@@ -571,11 +606,12 @@ class TableShards:
         return hit, sum(shard.num_local_rows * len(shard.slab.tables) for shard in self._shards)
 
     @property
-    def records(self) -> list[Records] | None:
-        """Of each shard; None: shards hold all rows."""
-        records = [shard.records for shard in self._shards if isinstance(shard, TouchedShard)]
-        return records or None
+    def slot_sources(self) -> list[SlotSource] | None:
+        """The shards, if they keep touched rows only."""
+        touched: list[SlotSource] = [shard for shard in self._shards if isinstance(shard, TouchedShard)]
+        return touched or None
 
     def close(self) -> None:
-        for records in self.records or ():
-            records.storage.close()
+        for shard in self._shards:
+            if isinstance(shard, TouchedShard):
+                shard.records.storage.close()
