@@ -1,5 +1,6 @@
 """`bench tiers`: its sides compute the same, and it says where no memory limit can be set."""
 
+import itertools
 import json
 
 import numpy as np
@@ -20,7 +21,7 @@ def test_all_tiers_train_to_the_same_bits(small, tmp_path):
     drawn = list(tiers.draw_slots("zipf", 6))
     tables = {side: tiers.Table(side, tmp_path) for side in tiers.SIDES}
     for table in tables.values():
-        for slots, following in zip(drawn[:-1], drawn[1:], strict=True):
+        for slots, following in itertools.pairwise(drawn):
             table.step(slots, following, 0.0)
     expected = tables["memory"].storage.records
     assert expected.std() > 0

@@ -100,7 +100,7 @@ class DiskStorage(RecordStorage):
     def _read_ahead(self, slots: Slots, number: int) -> None:
         if self._closing.is_set():
             return
-        slots = self._checksums.summed(np.unique(slots))
+        slots = self._checksums.at_rest(np.unique(slots))
         if not len(slots):
             return
         starts = slots * self._record_bytes // PAGE
