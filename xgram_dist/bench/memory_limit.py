@@ -3,7 +3,7 @@
     with MemoryLimit(num_bytes) as limit: ...       # a process calls limit.enter()
 
 What a process allocates and reads from files after it entered counts; what it held before does not. The group is
-removed at the end.
+removed at the end, or by the next benchmark.
 """
 
 import contextlib
@@ -13,6 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+PREFIX = "xgram-bench-"
 _ROOTS = {
     Path("/sys/fs/cgroup/memory"): ("memory.limit_in_bytes", "memory.max_usage_in_bytes"),
     Path("/sys/fs/cgroup"): ("memory.max", "memory.peak"),
@@ -40,7 +41,11 @@ class MemoryLimit:
 
     def __enter__(self) -> "MemoryLimit":
         root = next((root for root, (limit, _) in _ROOTS.items() if self._has(root, limit)), Path("/sys/fs/cgroup"))
-        self.folder = root / f"xgram-bench-{os.getpid()}"
+        self.folder = root / f"{PREFIX}{os.getpid()}"
+        for other in root.glob(f"{PREFIX}*"):  # of a benchmark that was killed
+            if not Path("/proc", other.name.removeprefix(PREFIX)).exists():
+                with contextlib.suppress(OSError):
+                    other.rmdir()
         self.folder.mkdir(exist_ok=True)
         try:
             (self.folder / _ROOTS[root][0]).write_text(str(self.num_bytes), encoding="ascii")

@@ -226,7 +226,7 @@ def test_a_limit_of_file_sizes_is_a_sentence_when_it_is_reached(tmp_path):
 
 
 def test_a_run_under_a_memory_limit_keeps_every_value(tmp_path):
-    """80 MB of records in 24 MB of memory: pages leave and return all the time."""
+    """40 MB of records in 12 MB of memory: pages leave and return all the time."""
     if memory_limit.why_not():
         pytest.skip(memory_limit.why_not())
     program = """
@@ -236,10 +236,10 @@ def test_a_run_under_a_memory_limit_keeps_every_value(tmp_path):
         limit = pickle.loads(sys.stdin.buffer.read())
         limit.enter()
         storage = open_storage("disk", 1024, 10**6, torch.device("cpu"), Path(sys.argv[1]), "shard")
-        storage.ensure(20_000)
+        storage.ensure(10_000)
         assert storage._dirty_limit <= limit.num_bytes // 16
-        random, expected = np.random.default_rng(0), np.zeros(20_000, np.float32)
-        drawn = [random.choice(20_000, 500, replace=False) for _ in range(60)]
+        random, expected = np.random.default_rng(0), np.zeros(10_000, np.float32)
+        drawn = [random.choice(10_000, 300, replace=False) for _ in range(30)]
         for slots, following in zip(drawn, drawn[1:] + drawn[:1]):
             storage.prefetch(following)
             rows = storage.records.numpy()[slots]
@@ -247,13 +247,13 @@ def test_a_run_under_a_memory_limit_keeps_every_value(tmp_path):
             expected[slots] += 1
             with storage.writing(slots):
                 storage.records.numpy()[slots] = rows + 1
-        for slots in np.array_split(np.arange(20_000), 40):
+        for slots in np.array_split(np.arange(10_000), 40):
             assert (storage.records.numpy()[slots] == expected[slots, None]).all()
             storage.verify(slots)
         storage.close()
         assert limit.peak() <= limit.num_bytes
     """
-    with memory_limit.MemoryLimit(24 << 20) as limit:
+    with memory_limit.MemoryLimit(12 << 20) as limit:
         command = [sys.executable, "-c", textwrap.dedent(program), str(tmp_path)]
         done = subprocess.run(command, input=pickle.dumps(limit), capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()

@@ -76,16 +76,20 @@ class RecordChecksums:
                 self._sums_S[block[still]] = sums[still]
                 self._states_S[block[still]] = SUMMED
 
-    def summed(self, slots: Slots) -> Slots:
-        """Those that have a checksum: the others were never written, or not long ago, and are in memory."""
+    def at_rest(self, slots: Slots) -> Slots:
+        """Those that may not be in memory: all but the ones written since the last `add`."""
+        states = self._states_S[slots]
+        return slots[(states == SUMMED) | (states == EMPTY)]
+
+    def _summed(self, slots: Slots) -> Slots:
         return slots[self._states_S[slots] == SUMMED]
 
     def check(self, slots: Slots, number: int = 0) -> Slots:
         """The damaged slots among these. `number`: of the prefetch that asks, if one does."""
         found = [slots[:0]]
-        for block in self._blocks(self.summed(slots)):
+        for block in self._blocks(self._summed(slots)):
             with self._lock:
-                block = self.summed(block)
+                block = self._summed(block)
                 expected = self._sums_S[block]
             wrong = self._sum(block) != expected
             with self._lock:  # a record written meanwhile has another state or sum

@@ -1,7 +1,7 @@
 """Records in a sparse memory-mapped file on the node's local disk.
 
 The system's page cache keeps the records in use. There is no cache of our own, so nothing can go stale: a write to
-`records` is a write to the page cache. Around it, two threads of low priority:
+`records` is a write to the page cache. Around it, two threads:
 
     read ahead   asks for the pages of the next step's records (`madvise(WILLNEED)`, many ranges a call, so that the
                  disk gets them all at once), passes over the records to check them, and maps their pages for writing
@@ -54,12 +54,14 @@ class DiskStorage(RecordStorage):
         self._file = ScratchFile(folder, name)
         capacity = self._file.reserve(max(1, max_slots) * self._record_bytes) // self._record_bytes
         if not capacity:
-            raise self._file.full(self._record_bytes)
+            error = self._file.full(self._record_bytes)
+            self._file.close()
+            raise error
         memory = mmap.mmap(self._file.descriptor, capacity * self._record_bytes)
         memory.madvise(mmap.MADV_RANDOM)  # a fault reads its own page, not those around it
         records_SN = np.frombuffer(memory, np.float32).reshape(capacity, self._record_bytes // 4)
         self.records = torch.from_numpy(records_SN)[:, :record_width]
-        self._num_slots = 0
+        self._num_slots, self._max_slots = 0, max_slots
         self._checksums = RecordChecksums(records_SN)
         self._pages = MappedFile(self._file.descriptor, records_SN.ctypes.data)
         self._dirty_limit = min(MAX_DIRTY_BYTES, int(memory_limit() * DIRTY_SHARE))
@@ -68,7 +70,7 @@ class DiskStorage(RecordStorage):
         self._failure: UserError | None = None
         """Found by a thread; raised by the next call."""
         self._lock = threading.Lock()
-        self._reader = ThreadPoolExecutor(1, "rows-read", lower_thread_priority)
+        self._reader = ThreadPoolExecutor(1, "rows-read")
         self._writer = ThreadPoolExecutor(1, "rows-write", lower_thread_priority)
         self._passes: deque[Future[None]] = deque()
         """Of write-back, under way or to come."""
@@ -76,6 +78,7 @@ class DiskStorage(RecordStorage):
 
     def ensure(self, num_slots: int) -> bool:
         self._raise_failure()
+        assert num_slots <= self._max_slots, (num_slots, self._max_slots)
         if num_slots > self._num_slots:
             wanted = num_slots * self._record_bytes
             if num_slots > len(self.records):
@@ -97,7 +100,7 @@ class DiskStorage(RecordStorage):
     def _read_ahead(self, slots: Slots, number: int) -> None:
         if self._closing.is_set():
             return
-        slots = self._checksums.summed(np.unique(slots))
+        slots = self._checksums.at_rest(np.unique(slots))
         if not len(slots):
             return
         starts = slots * self._record_bytes // PAGE

@@ -28,7 +28,7 @@ def reserve_memory(num_bytes: int) -> mmap.mmap:
 
 
 class MappedFile:
-    """Hints for pages of a file that is mapped from its first byte. Ranges are bytes of the file, at page boundaries."""
+    """Hints for pages of a file that is mapped as a whole. Ranges are bytes of the file, at page boundaries."""
 
     def __init__(self, descriptor: int, address: int):
         self._descriptor, self._address = descriptor, address
