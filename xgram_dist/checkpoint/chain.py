@@ -68,9 +68,7 @@ def extend(base: Manifest, new: Manifest) -> list[str]:
                 needed |= {chunk.file for chunk in entry.chunks}
             segments.append(segment)
         total = old.num_rows + rows.num_rows
-        new.row_ids[name] = RowIdSet(
-            total, [*segments, *rows.segments], rows.table_rows, [*parts, len(rows.segments)]
-        )
+        new.row_ids[name] = RowIdSet(total, [*segments, *rows.segments], rows.table_rows, [*parts, len(rows.segments)])
         for tensor, entry in list(new.tensors.items()):
             if entry.row_ids == name:
                 before = base.tensors[tensor]
@@ -100,8 +98,8 @@ def link_files(source: Path, names: list[str], target: Path) -> None:
 
 
 def pack(checkpoint: Path, target: Path, progress: Callable[[int], None]) -> Manifest:
-    """Copy a checkpoint with all that it needs, as files of its own, and read the copy against its checksums. The target
-    is complete or not there."""
+    """Copy a checkpoint with all that it needs, as files of its own, and read the copy against its checksums. The
+    target is complete or not there."""
     manifest = Manifest.read(checkpoint)
     if target.exists():
         raise UserError(f"'{target}' exists; choose another --out")

@@ -142,9 +142,9 @@ class _ShardInitializer:
         local_N, row_ids_N = self._rows_to_fill(name, same_map)
         values_SW = self.shard.rows[:, self.shard.slab.columns()[name]]
         gates_S = None if self.shard.gates is None else self.shard.gates[:, number]
-        if same_map:
-            return self._copy_rows(name, columns, values_SW, gates_S, local_N, row_ids_N)
-        return self._copy_token_vectors(name, columns, values_SW, gates_S, local_N, row_ids_N)
+        with self.shard.writing(None):
+            copy = self._copy_rows if same_map else self._copy_token_vectors
+            return copy(name, columns, values_SW, gates_S, local_N, row_ids_N)
 
     def _rows_to_fill(self, name: str, same_map: bool) -> tuple[NDArray[Any], NDArray[Any]]:
         """(local rows, their global ids): those that the checkpoint holds; where the map is another, all."""

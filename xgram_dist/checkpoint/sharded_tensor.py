@@ -123,7 +123,7 @@ def table_state(shards: TableShards, mesh: Mesh, *, changed_rows: bool = False) 
     for shard in shards:
         touched = isinstance(shard, TouchedShard)
         copies = touched and changed_rows
-        state = shard.changed_state() if copies else shard.state_dict()
+        state = shard.changed_state() if isinstance(shard, TouchedShard) and changed_rows else shard.state_dict()
         row_set = f"{TABLE_ROWS}.view-{shard.slab.view}" if touched else TABLE_ROWS
         first_row = 0 if touched else sum(sharding.count(lower) for lower in range(rank))
         for name, tensor in state.columns.items():

@@ -46,7 +46,7 @@ COMMANDS = {
     "diagnose": Entry("analysis", "measure what the tables of a checkpoint learned, as in the paper"),
     "compare": Entry("analysis", "train recipes on several seeds, and compare them on one page"),
     "report": Entry("analysis", "summarise one or more runs as a table, a picture and a page"),
-    "bench": Entry("bench", "run a benchmark: checkpoint, data, engine, exchange, generate, overlap, planning, step or tiers"),
+    "bench": Entry("bench", "run a benchmark: checkpoint, data, engine, exchange, step, tiers and others"),
 }
 
 

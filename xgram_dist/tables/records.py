@@ -8,12 +8,14 @@ optimizers work. Planning gives rows their slots, a step ahead in its own thread
 records, that is, initialises them, before they are first read (shard.py).
 """
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from xgram_dist.config import Config
 from xgram_dist.tables.slots import SlotMap
 from xgram_dist.tables.storage import open_storage
 
@@ -35,20 +37,36 @@ def record_width(fields: list[Field]) -> int:
     return -(-sum(field.width for field in fields) // LINE) * LINE
 
 
+@dataclass(frozen=True)
+class StorageSettings:
+    """Where the records of a rank lie."""
+
+    placement: str
+    device: torch.device
+    folder: Path | None
+    rank: int
+    """Of all ranks; names files."""
+
+    @staticmethod
+    def of(config: Config, device: torch.device, rank: int) -> "StorageSettings":
+        folder = config.memory.folder
+        return StorageSettings(config.memory.placement, device, None if folder is None else Path(folder), rank)
+
+
 class Records:
     """The records of one shard."""
 
-    def __init__(
-        self, fields: list[Field], max_rows: int, placement: str, device: torch.device, folder: Path | None, name: str
-    ):
-        """`max_rows`: rows of the shard, touched or not. `folder`, `name`: see `open_storage`."""
+    def __init__(self, fields: list[Field], max_rows: int, settings: StorageSettings, name: str):
+        """`max_rows`: rows of the shard, touched or not. `name`: of the shard, on its rank."""
         self.max_rows = max_rows
         self._fields, self._starts, end = {field.name: field for field in fields}, dict[str, int](), 0
         for field in fields:
             self._starts[field.name] = end
             end += field.width
         self.width = record_width(fields)
-        self.storage = open_storage(placement, self.width, max_rows, device, folder, name)
+        self.storage = open_storage(
+            settings.placement, self.width, max_rows, settings.device, settings.folder, f"rank-{settings.rank}.{name}"
+        )
         self.slots = SlotMap()
         self.num_created = 0
         """Slots whose records are initialised; the first ones."""
@@ -78,6 +96,15 @@ class Records:
         if self.storage.ensure(num_slots):
             for name in self._views:
                 self._point(name)
+
+    def writing(self, slots_R: Tensor) -> AbstractContextManager[None]:
+        """Every write to records happens within such a block."""
+        return self.storage.writing(slots_R.numpy()) if self.storage.on_disk else nullcontext()
+
+    def verify(self, slots_R: Tensor) -> None:
+        """Raise if one of these records is damaged, before they are saved."""
+        if self.storage.on_disk:
+            self.storage.verify(slots_R.numpy())
 
     @property
     def nbytes(self) -> int:

@@ -21,7 +21,8 @@ Shapes: S rows held here, R touched rows, Q vectors, W slab width, J tables of t
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 import torch
@@ -38,7 +39,7 @@ from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.lookup import GatheredAccesses, RowGradient, ZeroCopyAccesses, scale_rows
 from xgram_dist.tables.optimizers.base import PendingRows, RecordMemory, RowOptimizer
 from xgram_dist.tables.optimizers.build import TableOptimizerSettings, TableRates
-from xgram_dist.tables.records import Records
+from xgram_dist.tables.records import Records, StorageSettings
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import RowSharding
 
@@ -153,27 +154,38 @@ class Shard:
         self.create(plan.num_slots)
         rows_R = plan.accesses.touched_R
         if not training:
-            self.catch_up(rows_R, moments=True)
+            with self.writing(rows_R):
+                self.catch_up(rows_R, moments=True)
             return WindowRows(self, plan, local_QW, *self._table_rows(rows_R))
         if plan.part is None:
             self.step = WholeStepRows(self, rows_R)
             return WindowRows(self, plan, local_QW, self.step.rows, self.step.gates)
         if not isinstance(self.step, WindowedStepRows):
             self.step = WindowedStepRows(self, plan.part)
-        self.catch_up(rows_R, moments=False)
+        with self.writing(rows_R):
+            self.catch_up(rows_R, moments=False)
         return WindowRows(self, plan, local_QW, *self._table_rows(rows_R))
 
     def _table_rows(self, rows_R: Tensor) -> tuple[PendingRows, PendingRows | None]:
         """Rows whose current values are in the table."""
         return PendingRows(self.rows, rows_R), None if self.gates is None else PendingRows(self.gates, rows_R)
 
+    def writing(self, rows_R: Tensor | None) -> AbstractContextManager[None]:
+        """Every write to existing rows and their state happens within such a block, which names the rows; None: all."""
+        return nullcontext()
+
     def catch_up(self, rows_R: Tensor, *, moments: bool) -> None:
         for optimizer in self.optimizers:
             optimizer.catch_up(rows_R, moments=moments)
 
     def catch_up_all(self) -> None:
-        for optimizer in self.optimizers:
-            optimizer.catch_up_all()
+        with self.writing(None):
+            for optimizer in self.optimizers:
+                optimizer.catch_up_all()
+
+    def sweep_if_due(self) -> None:
+        """Of a `TouchedShard`: what the update of a `Shard` does by itself."""
+        return
 
     def state_dict(self) -> ShardState:
         """The whole state, with the global row ids. Nothing is copied or caught up."""
@@ -243,8 +255,7 @@ class TouchedShard(Shard):
         sharding: RowSharding,
         rank: int,
         initial: InitialValues,
-        placement: str,
-        device: torch.device,
+        storage: StorageSettings,
         tensor_group: ProcessGroup,
         settings: TableOptimizerSettings,
         num_vip: int,
@@ -257,8 +268,9 @@ class TouchedShard(Shard):
         self._sharding, self._rank = sharding, rank
         self._initial: InitialValues = initial
         fields = settings.record_fields(slab.width, len(slab.tables), gated=gated, counted=count_updates)
-        name = f"view-{slab.view}"
-        self.records = Records(fields, sharding.count(rank), placement, device, None, name)
+        self.records = Records(fields, sharding.count(rank), storage, f"view-{slab.view}")
+        self._changed = torch.zeros(0, dtype=torch.bool, device=self.records.storage.records.device)
+        """Slots that were written since the last checkpoint. Grows ahead of the records."""
         self.rows = self.records.field("rows")
         self.gates = self.records.field("gates") if gated else None
         self.hit = self.records.field("hit")
@@ -270,7 +282,7 @@ class TouchedShard(Shard):
             self.gate_optimizer = settings.build_for_gates(self.gates, RecordMemory(self.records, "gates"))
         self.step = None
         for optimizer in self.optimizers:
-            optimizer.num_rows = 0
+            optimizer.num_rows, optimizer.sweeps = 0, False
         self._prepared: deque[tuple[slice, Tensor]] = deque()
         """Slots that planning has given to rows, and the initial values of these."""
         # VIP rows are the first local rows, and the most frequent ones: as the first slots, they are still the first.
@@ -319,17 +331,36 @@ class TouchedShard(Shard):
             first = new.stop
 
     def _create(self, new: slice, values: Tensor | None) -> None:
-        device = self.rows.device
-        if values is None:
-            self._initial.fill_rows(self.rows[new], self._global_ids_on_device(new))
-        else:
-            self.rows[new] = values
-        if self.gates is not None:
-            self._initial.fill_gates(self.gates[new], self._global_ids_on_device(new))
-        for optimizer in self.optimizers:
-            optimizer.num_rows = new.stop
-            optimizer.start_rows(torch.arange(new.start, new.stop, device=device))
+        slots_R = torch.arange(new.start, new.stop, device=self.rows.device)
+        with self.writing(slots_R):
+            if values is None:
+                self._initial.fill_rows(self.rows[new], self._global_ids_on_device(new))
+            else:
+                self.rows[new] = values
+            if self.gates is not None:
+                self._initial.fill_gates(self.gates[new], self._global_ids_on_device(new))
+            for optimizer in self.optimizers:
+                optimizer.num_rows = new.stop
+                optimizer.start_rows(slots_R)
         self.records.num_created = new.stop
+
+    @contextmanager
+    def writing(self, rows_R: Tensor | None) -> Iterator[None]:
+        if rows_R is None:
+            rows_R = torch.arange(self.records.num_created, device=self.rows.device)
+        if len(self._changed) < len(self.records.slots):
+            larger = self._changed.new_zeros(2 * len(self.records.slots))
+            larger[: len(self._changed)] = self._changed
+            self._changed = larger
+        self._changed.index_fill_(0, rows_R, True)
+        with self.records.writing(rows_R):
+            yield
+
+    def sweep_if_due(self) -> None:
+        for optimizer in self.optimizers:
+            if optimizer.sweep_due:
+                with self.writing(None):
+                    optimizer.catch_up_all()
 
     def _global_ids_on_device(self, slots: slice) -> Tensor:
         return to_device(torch.from_numpy(self._global_ids(slots)), self.rows.device)
@@ -354,12 +385,12 @@ class TouchedShard(Shard):
     def read_from(self, source: InitialValues) -> None:
         """Rows have these values instead of the initial ones: for rows that are only read."""
         self._initial = source
-        self.restart_rows(torch.arange(self.records.num_created, device=self.rows.device))
+        with self.writing(None):
+            self.restart_rows(torch.arange(self.records.num_created, device=self.rows.device))
 
-    def owned_rows(self, row_ids: list[NDArray[np.int64]]) -> NDArray[np.int64]:
+    def owned_rows(self, row_ids: NDArray[np.int64]) -> NDArray[np.int64]:
         """Those of these global rows that this rank owns."""
-        owned = [ids[self._sharding.owners_of(ids) == self._rank] for ids in row_ids]
-        return np.concatenate([np.empty(0, np.int64), *owned])
+        return row_ids[self._sharding.owners_of(row_ids) == self._rank]
 
     def every_row(self) -> NDArray[np.int64]:
         """All rows that this rank owns: for tables of the vocabulary's size."""
@@ -370,6 +401,24 @@ class TouchedShard(Shard):
         slots = self.records.slots.lookup(self._sharding.local_rows(row_ids))
         self.create(len(self.records.slots))
         return slots
+
+    def num_changed(self) -> int:
+        """Rows that were written since the last checkpoint."""
+        return int(self._changed[: self.records.num_created].sum())
+
+    def mark_saved(self) -> None:
+        """The state is saved, or being saved from a copy: changes count from now."""
+        self._changed.zero_()
+
+    def changed_state(self) -> ShardState:
+        """Of the rows that were written since the last checkpoint; copies."""
+        slots_R = self._changed[: self.records.num_created].nonzero().flatten()
+        self.records.verify(slots_R)
+        state = self.state_dict()
+        for tensors in (state.columns, state.tables, state.rows):
+            for name in tensors:
+                tensors[name] = tensors[name].index_select(0, slots_R)
+        return replace(state, row_ids=state.row_ids.index_select(0, slots_R.cpu()))
 
     def state_dict(self) -> ShardState:
         """Of the rows that were touched."""
@@ -434,7 +483,6 @@ class StepRows(ABC):
             new = accesses.row_gradient(remote_QW, gated, shard.widths, num_ranks)
         if new.gates_RJ is not None:
             shard.tensor_group.all_reduce_sum(new.gates_RJ)
-        shard.hit.index_fill_(0, new.touched_R, True)
         self._accumulate(plan, new)
 
     @abstractmethod
@@ -447,10 +495,13 @@ class StepRows(ABC):
     def apply(self, rates: TableRates) -> None:
         """One optimizer step on the touched rows and gates."""
         if self.gradient is not None:
-            self._apply(self.gradient, rates)
-            if self.shard.updates is not None:  # touched rows are distinct
-                touched_R = self.gradient.touched_R
-                self.shard.updates.index_add_(0, touched_R, self.shard.updates.new_ones(()).expand(len(touched_R)))
+            shard, touched_R = self.shard, self.gradient.touched_R
+            with shard.writing(touched_R):
+                self._apply(self.gradient, rates)
+                shard.hit.index_fill_(0, touched_R, True)
+                if shard.updates is not None:  # touched rows are distinct
+                    shard.updates.index_add_(0, touched_R, shard.updates.new_ones(()).expand(len(touched_R)))
+            shard.sweep_if_due()
         self.shard.step = None
 
     @abstractmethod
@@ -459,7 +510,9 @@ class StepRows(ABC):
     def abandon(self) -> None:
         """Skip the step: the rows are caught up as if they had not been read for an update."""
         if self.gradient is not None:
-            self.shard.catch_up(self.gradient.touched_R, moments=True)
+            with self.shard.writing(self.gradient.touched_R):
+                self.shard.catch_up(self.gradient.touched_R, moments=True)
+                self.shard.hit.index_fill_(0, self.gradient.touched_R, True)
         self.shard.step = None
 
 
@@ -544,8 +597,7 @@ class TableShards:
         if touched:
             for slab in slabs:
                 initial = InitialValues(config, slab, mesh.tensor.rank)
-                placement = config.memory.placement
-                where = placement, device, tensor_group
+                where = StorageSettings.of(config, device, mesh.world.rank), tensor_group
                 self._shards.append(
                     TouchedShard(
                         slab, sharding, rank, initial, *where, settings, num_vip, gated=gated, count_updates=counted
@@ -564,6 +616,25 @@ class TableShards:
                 slab, row_ids, rows, gates, tensor_group, settings, num_vip, count_updates=counted, initial=initial
             )
             self._shards.append(shard)
+
+    @property
+    def touched(self) -> bool:
+        """Whether records of touched rows alone are kept."""
+        return isinstance(self._shards[0], TouchedShard)
+
+    def num_created(self) -> int:
+        """Records of all shards."""
+        return sum(len(shard.row_ids) for shard in self._touched())
+
+    def num_changed(self) -> int:
+        return sum(shard.num_changed() for shard in self._touched())
+
+    def mark_saved(self) -> None:
+        for shard in self._touched():
+            shard.mark_saved()
+
+    def _touched(self) -> Iterator[TouchedShard]:
+        return (shard for shard in self._shards if isinstance(shard, TouchedShard))
 
     def __iter__(self) -> Iterator[Shard]:
         return iter(self._shards)

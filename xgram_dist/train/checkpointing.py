@@ -164,9 +164,7 @@ class RunCheckpoints:
         if self._shards is not None:
             self._shards.mark_saved()
         self._chain = replace(chain, newest=self._folder / FOLDER / name_of(state.step))
-        return results + self._noted(
-            self._saver.save(tensors, self._facts(state), self._files(), wait=wait, base=base)
-        )
+        return results + self._noted(self._saver.save(tensors, self._facts(state), self._files(), wait=wait, base=base))
 
     def finished(self) -> list[SaveResult]:
         """A background save that has ended since the last call."""

@@ -120,7 +120,7 @@ class LoadedCheckpoint:
 
     def _compare_saved_rows(self, shard: TouchedShard, on_chunk: RowChunk, progress: Callable[[int], Any]) -> None:
         initial = InitialValues(self.config, shard.slab, 0)
-        ids = torch.from_numpy(shard.owned_rows(self.saved.saved_rows_of(shard.names[0]).segments))
+        ids = torch.from_numpy(shard.owned_rows(self.saved.saved_rows_of(shard.names[0]).rows))
         for rows in ids.split(max(1, CHUNK_ELEMENTS // shard.slab.width)):
             values = torch.empty(len(rows), shard.slab.width)
             initial.fill_rows(values, rows)
@@ -134,7 +134,7 @@ class LoadedCheckpoint:
         total = 0
         for shard in self.shards if self.shards is not None else ():
             if isinstance(shard, TouchedShard):
-                saved = self.saved.saved_rows_of(shard.names[0]).segments
+                saved = self.saved.saved_rows_of(shard.names[0]).rows
                 total += len(shard.owned_rows(saved)) * shard.slab.width * shard.rows.element_size()
             else:
                 total += shard.rows.nbytes

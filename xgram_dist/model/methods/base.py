@@ -65,7 +65,17 @@ REGISTRY: dict[str, str] = {
 }
 """Name in a recipe -> class. By path, so that a recipe imports its own method alone (most import torch)."""
 
-TABLE_KEYS = ("learning_rate", "weight_decay", "optimizer", "count_updates", "rows", "placement", "folder", "window", "wire")
+TABLE_KEYS = (
+    "learning_rate",
+    "weight_decay",
+    "optimizer",
+    "count_updates",
+    "rows",
+    "placement",
+    "folder",
+    "window",
+    "wire",
+)
 """Keys of `memory` that every method with tables reads."""
 COMMON_KEYS = ("method", "compression", "plan_ahead", "overlap")
 """Keys of `memory` that may be set whatever the method."""

@@ -72,6 +72,10 @@ class CatchUpAdamW(GatheredAdamW):
         # Skipping current rows needs their number, for which the host would wait on any device but a CPU.
         self._skips_current_rows = values_SW.device.type == "cpu"
 
+    @property
+    def sweep_due(self) -> bool:
+        return self._missed.full
+
     # Reading and updating the rows of a step
 
     def begin(self, rows_R: Tensor) -> CaughtUpRows:
@@ -118,7 +122,7 @@ class CatchUpAdamW(GatheredAdamW):
     def _finish(self, rows_R: Tensor) -> None:
         self._moments_step.index_fill_(0, rows_R, self._missed.step)
         self._values_step.index_fill_(0, rows_R, self._missed.step)
-        if self._missed.full:
+        if self.sweeps and self.sweep_due:
             self.catch_up_all()
 
     # Catching up in place

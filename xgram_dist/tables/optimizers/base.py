@@ -112,6 +112,12 @@ class RowOptimizer(ABC):
         self.values, self.num_vip = values_SW, num_vip
         self.num_rows = values_SW.shape[0]
         """Rows that exist: the first ones. Fewer than the values have room for where rows are created when touched."""
+        self.sweeps = True
+        """Whether an update calls `catch_up_all` when it is due. Otherwise the caller does, when `sweep_due`."""
+
+    @property
+    def sweep_due(self) -> bool:
+        return False
 
     def start_rows(self, rows_R: Tensor) -> None:
         """These rows have initial values, and zeros as state. Apply what they missed since the first step, as far as

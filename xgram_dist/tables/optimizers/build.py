@@ -35,7 +35,8 @@ def keeps_touched_rows(config: Config, num_rows: int, optimizer: str) -> bool:
             "memory.rows = touched keeps no rows that a sweep could update, but memory.optimizer = dense; set "
             "memory.optimizer=catch_up, which is the same AdamW, or memory.rows=all"
         )
-    return rows == "touched" or (rows == "auto" and optimizer != "dense" and num_rows > ALL_ROWS)
+    large = num_rows > ALL_ROWS or config.memory.placement == "disk"
+    return rows == "touched" or (rows == "auto" and optimizer != "dense" and large)
 
 
 def choose_optimizer(config: Config, touched_share: float | None) -> str:

@@ -32,6 +32,9 @@ class RecordStorage(ABC):
     records: Tensor
     """float32 [capacity, record_width], zero where never written. May be replaced by `ensure`."""
 
+    on_disk = False
+    """Whether `writing` and `verify` do anything."""
+
     @abstractmethod
     def ensure(self, num_slots: int) -> bool:
         """Room for records 0 to num_slots - 1. True: `records` was replaced, and views must be taken again."""

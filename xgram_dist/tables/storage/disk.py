@@ -49,6 +49,8 @@ NAMED = 3
 
 
 class DiskStorage(RecordStorage):
+    on_disk = True
+
     def __init__(self, record_width: int, max_slots: int, folder: Path, name: str):
         self._record_bytes = _padded(4 * record_width)
         self._file = ScratchFile(folder, name)
