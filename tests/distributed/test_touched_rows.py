@@ -21,6 +21,7 @@ def test_touched_rows_train_as_all_rows(case):
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (4, {"tensor": 2})])
 def test_touched_rows_over_ranks_train_as_all_rows(size, parallel):
     cases = ["xgram, catch-up", "xgram, catch-up, windows", "engram", "engram, windows, overlap"]
+    cases += ["xgram, windows, disk", "engram, overlap, disk"]
     every, some = (run_ranks(touched.run_cases, size, cases, rows, STEPS, parallel) for rows in ("all", "touched"))
     for number, case in enumerate(cases):
         for rank in range(size):

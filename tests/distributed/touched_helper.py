@@ -1,6 +1,7 @@
 """Runs whose shards keep all rows, or touched rows only: the same batches, and what the shards hold in the end."""
 
 import functools
+import tempfile
 import time
 
 import numpy as np
@@ -24,6 +25,10 @@ CASES = {
     "xgram, catch-up, windows": ("xgram", {"optimizer": "catch_up", "window": 1}),
     "xgram, catch-up, windows by size": ("xgram", {"optimizer": "catch_up", "window": "20KiB"}),
     "xgram, lazy, host": ("xgram", {"optimizer": "lazy", "placement": "host"}),
+    "xgram, catch-up, disk": ("xgram", {"optimizer": "catch_up", "placement": "disk"}),
+    "xgram, windows, disk": ("xgram", {"window": 1, "placement": "disk"}),
+    "xgram, Adagrad, counted, disk": ("xgram", {"optimizer": "adagrad", "count_updates": True, "placement": "disk"}),
+    "engram, overlap, disk": ("engram", {"overlap": True, "placement": "disk"}),
     "xgram, Adagrad, counted": ("xgram", {"optimizer": "adagrad", "count_updates": True}),
     "xgram, bf16 wire": ("xgram", {"optimizer": "catch_up", "wire": "bf16"}),
     "ple": ("ple", {"optimizer": "catch_up", "count_updates": True}),
@@ -40,6 +45,9 @@ def case_config(case, rows, **parallel):
     import method_models as methods
 
     method, memory = CASES[case]
+    if memory.get("placement") == "disk":  # all rows are kept in memory
+        tier = {"placement": "host", "optimizer": memory.get("optimizer", "catch_up")}
+        memory = {**memory, **(tier if rows == "all" else {"folder": tempfile.mkdtemp()})}
     methods.MEMORY["xgram"] = HASHED
     methods.MEMORY["engram"]["engram"]["rows"] = 1500
     return methods.config(

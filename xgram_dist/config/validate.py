@@ -75,6 +75,11 @@ def _check_placement(config: Config) -> None:
             "memory.optimizer = dense sweeps over all rows every step, which memory.placement = disk cannot; set "
             "memory.optimizer=catch_up, which is the same exact AdamW on the rows of a step"
         )
+    if memory.placement == "disk" and memory.rows == "all":
+        raise UserError(
+            "memory.rows = all keeps every row from the start, which memory.placement = disk does not; set "
+            "memory.rows=touched: results are the same bit for bit"
+        )
 
 
 def check_degrees(config: Config, ranks: int) -> None:
