@@ -169,3 +169,17 @@ def test_a_missing_row_is_its_formula_in_any_order(data, whole, tmp_path):
     rows = np.random.default_rng(3).permutation(touched.manifest.table_shape(name)[0])[:900]
     assert torch.equal(touched.table_rows(name, rows), every.table_rows(name, rows))
     assert torch.equal(touched.table_rows(name, rows, slice(2, 5)), every.table_rows(name, rows)[:, 2:5])
+
+
+def test_a_damaged_checkpoint_leaves_no_rows_behind(data, whole, tmp_path, capsys):
+    """Rows that the damaged one holds and the one before does not are their formula again."""
+    config = config_of(data, "engram", "touched")
+    assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
+    file = checkpoints_at(tmp_path / "run")[-1] / "rank-00000.safetensors"
+    content = bytearray(file.read_bytes())
+    content[-1000] ^= 1
+    file.write_bytes(content)
+    capsys.readouterr()
+    assert Trainer(config, tmp_path / "run", fresh=False).run() == 0
+    assert "resuming after step 6" in capsys.readouterr().out
+    check(tmp_path / "run", whole("engram"))
