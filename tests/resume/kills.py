@@ -4,6 +4,7 @@ Ranks are stopped first, the moment is looked at again, and only then is anyone 
 rename" was one.
 """
 
+import json
 import os
 import random
 import signal
@@ -209,6 +210,36 @@ def contents(checkpoint: Path) -> dict[str, np.ndarray]:
     found: dict[str, np.ndarray] = {}
     for file in sorted(checkpoint.glob("rank-*.safetensors")):
         found |= {f"{file.name} {name}": value for name, value in load_file(file).items()}
+    return found | touched_rows(checkpoint)
+
+
+def touched_rows(checkpoint: Path) -> dict[str, np.ndarray]:
+    """Of each table tensor of a chain, the rows by ascending id, each from the last part that has it."""
+    manifest = json.loads((checkpoint / "manifest.json").read_text())
+    files = {file.name: load_file(file) for file in checkpoint.glob("rows-*.safetensors")}
+
+    def assembled(name: str) -> np.ndarray:
+        entry = manifest["tensors"][name]
+        parts = [(chunk["offsets"], files[chunk["file"]][chunk["key"]]) for chunk in entry["chunks"]]
+        whole = np.zeros(entry["shape"], parts[0][1].dtype) if parts else np.zeros(entry["shape"])
+        for offsets, part in parts:
+            whole[tuple(slice(o, o + n) for o, n in zip(offsets, part.shape, strict=True))] = part
+        return whole
+
+    found = {}
+    for row_set, record in manifest["row_ids"].items():
+        if record["table_rows"] is None:
+            continue
+        ids = []
+        for segment in record["segments"]:
+            ranges = segment["ranges"]
+            ids += [assembled(segment["tensor"])] if ranges is None else [np.arange(*ends) for ends in ranges]
+        last = {int(row): position for position, row in enumerate(np.concatenate(ids))}
+        rows = sorted(last)
+        found[f"{row_set} ids"] = np.array(rows)
+        for name, entry in manifest["tensors"].items():
+            if entry["row_ids"] == row_set:
+                found[name] = assembled(name)[[last[row] for row in rows]]
     return found
 
 

@@ -49,3 +49,21 @@ def test_torchrun_restarts_a_run_that_lost_a_rank(tmp_path, whole):
     assert "resuming after step " in run.said()
     assert_same_end(run.folder, undisturbed)
     assert_same_losses(run.folder, undisturbed)
+
+
+def test_kills_of_a_run_whose_rows_lie_on_disk_change_no_bit(tmp_path, data, zygote):
+    """Against a run that keeps its rows in memory. What a killed run leaves in the scratch folder is cleared."""
+    recipes, scratch = {}, tmp_path / "scratch"
+    for tier, memory in {"memory": {}, "disk": {"placement": "disk", "folder": str(scratch)}}.items():
+        train = {"steps": STEPS, "log_every": 1, "validation_sequences": 4}
+        tree = small_config(data, train=train, checkpoint={"every": 5}).memory.model_dump(exclude_unset=True)
+        memory = {**tree, "optimizer": "catch_up", "rows": "touched", **memory}
+        recipes[tier] = tmp_path / f"{tier}.yaml"
+        recipes[tier].write_text(dump_config(small_config(data, train=train, memory=memory, checkpoint={"every": 5})))
+    undisturbed = Run(str(recipes["memory"]), tmp_path / "undisturbed", zygote=zygote)
+    assert undisturbed.end() == 0, undisturbed.said()
+    kills = kill_loop(str(recipes["disk"]), tmp_path / "killed", KILLS, seed=2, zygote=zygote, tell=print)
+    assert len(kills) == KILLS
+    assert_same_end(tmp_path / "killed", tmp_path / "undisturbed")
+    assert_same_losses(tmp_path / "killed", tmp_path / "undisturbed")
+    assert not list(scratch.glob("*.records"))

@@ -119,6 +119,13 @@ class Saver:
     def close(self) -> None:
         self._thread.shutdown()
 
+    def all_gather(self, value: Any) -> list[Any]:
+        """From all ranks, while no save is under way. The group is the saver's own: planning may be using others."""
+        gathered = [value] * self.world.size
+        if self.world.size > 1:
+            dist.all_gather_object(gathered, value, group=self._group)
+        return gathered
+
     # On the thread.
 
     def _write(
@@ -135,7 +142,7 @@ class Saver:
         lines = ByteProgress(f"step {step}: checkpoint") if self.world.first else None
         try:
             unfinished = Path(self._on_rank_0(lambda: self._begin(step, files)))
-            placed = place_rows(state, dict(self._all_gather(count_rows(state))))
+            placed = place_rows(state, dict(self.all_gather(count_rows(state))))
             writer = FolderWriter(unfinished, self.world.rank, facts, placed, lines, base)
             ignore_single_process_warning()
             save(
@@ -155,12 +162,6 @@ class Saver:
         self._staging.divide(_written_by_this_rank(state, placed, writer.written))
         seconds = time.monotonic() - start
         return SaveResult(step, seconds, seconds if blocked is None else blocked, writer.total_bytes)
-
-    def _all_gather(self, value: Any) -> list[Any]:
-        gathered = [value] * self.world.size
-        if self.world.size > 1:
-            dist.all_gather_object(gathered, value, group=self._group)
-        return gathered
 
     @property
     def _token(self) -> str:

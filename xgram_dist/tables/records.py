@@ -86,7 +86,7 @@ class Records:
     def _point(self, name: str) -> None:
         """Make a view cover the storage's present records."""
         records, field = self.storage.records, self._fields[name]
-        size, stride = list(records.shape[:1]), list(records.shape[1:])
+        size, stride = [len(records)], [records.stride(0)]  # records on disk are padded
         if not field.integer:
             size, stride = [*size, field.width], [*stride, 1]
         start = records.storage_offset() + self._starts[name]

@@ -12,7 +12,6 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from xgram_dist.checkpoint.chain import Chain, touched_sets
@@ -179,8 +178,8 @@ class RunCheckpoints:
         """With the rows of a save now; of one part if it has to be all rows. The same on all ranks."""
         if self._shards is None or not self._shards.touched:
             return Chain(self._folder, 1, 0)
-        counts = torch.tensor([self._shards.num_changed(), self._shards.num_created()])
-        changed, created = self._mesh.world.host.all_reduce_sum(counts).tolist()
+        counts = self._saver.all_gather((self._shards.num_changed(), self._shards.num_created()))
+        changed, created = (sum(of_ranks) for of_ranks in zip(*counts, strict=True))
         if self._chain is not None:
             longer = Chain(self._chain.newest, self._chain.parts + 1, self._chain.rows + changed)
             if longer.is_short(created):
