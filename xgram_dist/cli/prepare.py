@@ -40,6 +40,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-text", metavar="NAME", help="the end-of-text token (default: looked up by common names)"
     )
+    parser.add_argument(
+        "--tokenizer-engine",
+        choices=["auto", "gigatoken", "huggingface"],
+        default="auto",
+        help="what runs a tokenizers JSON; auto: gigatoken where its ids equal Hugging Face's on a check at the start",
+    )
     parser.add_argument("--out", required=True, metavar="DIR", help="folder of the data set")
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: one per core)")
     parser.add_argument(
@@ -139,6 +145,7 @@ def run(args: argparse.Namespace) -> int:
         max_rejected=args.max_rejected,
         corpus_bytes=DEFAULT_BYTES if args.corpus_bytes is None else args.corpus_bytes,
         overwrite=args.overwrite,
+        engine=args.tokenizer_engine,
     )
     if args.part is not None:
         part = prepare_part(request, *parse_part(args.part))
@@ -179,6 +186,8 @@ def summary(outcome: "Outcome", out: str) -> dict[str, Any]:
         "dropped_tokens": outcome.dropped_tokens,
         "rejected": rejected,
         "first_rejections": outcome.first_rejections,
+        "engine": None if outcome.engine is None else asdict(outcome.engine),
+        "worker_bytes": outcome.worker_bytes,
         "units": outcome.units,
         "units_kept": outcome.units_kept,
         "seconds": round(outcome.seconds, 3),
