@@ -28,7 +28,7 @@ from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.documents import Document, find_files, read_documents
 from xgram_dist.data.loader import Loader
 from xgram_dist.data.prepare import Request, Source, prepare
-from xgram_dist.data.tokenizer import train_bpe
+from xgram_dist.data.train_bpe import train_bpe
 from xgram_dist.data.workers import available_cores
 
 _TEXT_BYTES = 1_000_000_000

@@ -18,6 +18,7 @@ from typing import IO, Any, NamedTuple
 import orjson
 import zstandard
 from isal import isal_zlib
+from isal.igzip_lib import IsalError
 
 from xgram_dist.errors import UserError
 
@@ -197,7 +198,7 @@ def _read_lines(path: Path, parts: int, wanted: Container[int], report: Callable
                         item = parse_line(line, name, number)
                     if item is not None:
                         block.items.append(item)
-        except (EOFError, isal_zlib.error, zstandard.ZstdError, OSError) as error:
+        except (EOFError, IsalError, zstandard.ZstdError, OSError) as error:
             if isinstance(error, OSError):
                 raise UserError(f"cannot read '{path}' at line {number + 1}: {error}") from error
             # Every part sees the error; the part of the line after the last good one reports it.

@@ -15,6 +15,7 @@ combining marks of later versions, all of them rare scripts, are encoded by Hugg
 import json
 import random
 import re
+import resource
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -29,6 +30,8 @@ from xgram_dist.errors import UserError
 
 AUTO, GIGATOKEN, HUGGINGFACE = "auto", "gigatoken", "huggingface"
 CHOICES = (AUTO, GIGATOKEN, HUGGINGFACE)
+MAX_WORKER_BYTES = 800_000_000  # memory of the process above which gigatoken's cache is dropped
+_MIN_CACHED_BYTES = 32_000_000  # text between two drops, at least
 _PROBE_CHARACTERS = 1 << 17  # of a source's first documents
 
 
@@ -81,14 +84,31 @@ def import_gigatoken() -> Any:
     return gigatoken
 
 
+def _resident_bytes() -> int:
+    """Memory of this process; 0 where the system does not tell."""
+    try:
+        with open("/proc/self/statm") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
 class _GigatokenEngine:
-    """On the calling thread. Its cache of words is kept from batch to batch."""
+    """On the calling thread. Its cache of words is kept from batch to batch, and dropped when memory runs short: the
+    library sets it no limit."""
 
     def __init__(self, file: Path, end_of_text: int, end_of_text_name: str):
-        self._library: Any = import_gigatoken().Tokenizer.from_json(_without_special_tokens(json.loads(file.read_bytes())))
         self._end = end_of_text
         self._file, self._end_name = file, end_of_text_name
         self._fallback: _LibraryEngine | None = None  # loaded when a text needs it
+        self._library: Any = None
+        self._load()
+
+    def _load(self) -> None:
+        self._library = None  # free the old one first
+        record = json.loads(self._file.read_bytes())
+        self._library = import_gigatoken().Tokenizer.from_json(_without_special_tokens(record))
+        self._encoded_bytes = 0
 
     def encode_joined(self, texts: Sequence[bytes]) -> NDArray[Any]:
         if not any(map(_has_later_mark, texts)):
@@ -101,6 +121,9 @@ class _GigatokenEngine:
     def _encode(self, texts: Sequence[bytes]) -> NDArray[Any]:
         if not texts:
             return np.zeros(0, dtype=np.uint32)
+        self._encoded_bytes += sum(map(len, texts))
+        if self._encoded_bytes > _MIN_CACHED_BYTES and _resident_bytes() > MAX_WORKER_BYTES:
+            self._load()
         layout = self._library.encode_batch(texts, parallel=False).layout
         offsets, ids = np.asarray(layout.offsets.data), np.asarray(layout.content.data)
         assert len(offsets) == len(texts) + 1
@@ -185,7 +208,8 @@ def hard_sample() -> list[str]:
         "it's we'll I'M THEY'RE don’t 'S 's'T x'y ''' 'RE're",
         "0 01 012 0123 01234567890123456789 1,234.56 ١٢٣ ४५ ²³ Ⅷ 1e-9 0x1F",
         "👩‍👩‍👧‍👦 👍🏽 🇩🇪🇫🇷 ☺️ 🏳️‍🌈 \U0001f9ff\U0001fae0 text👍text",
-        "e\u0301 \u00e9 a\u0308\u0323 \u1e69 s\u0323\u0307 \u0915\u094d\u0937 \u0e01\u0e33 \uac00 \u1100\u1161 \ufb01 Å\u212b",
+        "e\u0301 \u00e9 a\u0308\u0323 \u1e69 s\u0323\u0307 \u0915\u094d\u0937 \u0e01\u0e33",
+        "\uac00 \u1100\u1161 \ufb01 Å\u212b \u1e9b\u0323",
         " \t\t  \n\n \r\n\r\n\t \u00a0\u2003\u3000  x   y\t\tz \u2028\u2029\u0085\u200b\u200d\ufeff end  ",
         "    if x:\n        return  {'a':1}\n\n\n\n#  \n\t\tpass;;;; //// ==== !!!??? …—“”",
         "中文字符，标点。 日本語のテキスト 한국어 텍스트 العربية עברית ไทย हिन्दी ქართული",

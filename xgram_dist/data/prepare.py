@@ -29,7 +29,8 @@ from xgram_dist.data.engines import AUTO, CHOICES, HUGGINGFACE, EngineChoice, ch
 from xgram_dist.data.manifest import MANIFEST, SOURCE_NAME, SPLITS, Manifest, digest, read_manifest
 from xgram_dist.data.merge import merge_units
 from xgram_dist.data.shards import KEPT_REJECTIONS, Settings, WorkUnit, plan_units, unit_folder
-from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer
+from xgram_dist.data.train_bpe import train_bpe
 from xgram_dist.data.workers import disk_error, run_units, start_fork_server
 from xgram_dist.errors import UserError
 from xgram_dist.files import write_atomically

@@ -14,12 +14,13 @@ import shutil
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import xxhash
@@ -38,7 +39,7 @@ KEPT_REJECTIONS = 10  # first rejections of a unit that are kept with their file
 _COMPRESSION_LEVEL = 1  # level 3 takes 1.6 times as long for shards a tenth smaller
 _MAX_PARTS = 16
 _BATCH_BYTES = 1 << 22
-_OPEN_SHARD_BYTES = 1 << 28  # of memory for the open shards of a worker, for each split
+_OPEN_SHARD_BYTES = 1 << 27  # of memory for the open shards of a worker, for each split
 _REPORT_SECONDS = 0.25
 
 
@@ -159,8 +160,10 @@ class ChunkWriter:
         self._format_text = json.dumps(self._format, sort_keys=True).encode()
         # A sample takes its bytes and an offset of 4 bytes.
         self._shard_chunks = max(1, (SHARD_BYTES - 8 - len(self._format_text)) // (self._chunk_bytes + 4))
-        self._body: Any = None  # the chunks of the open shard
-        self._body_chunks = 0
+        self._body: list[NDArray[Any]] = []  # chunks of the open shard that are in memory
+        self._body_bytes = 0
+        self._body_file: IO[bytes] | None = None  # those before them
+        self._body_chunks = 0  # in memory and in the file
         self._shards: list[dict[str, Any]] = []
         self._pending: list[NDArray[Any]] = []
         self._pending_tokens = 0
@@ -190,28 +193,46 @@ class ChunkWriter:
     def _write(self, chunks: NDArray[Any]) -> None:
         start = 0
         while start < len(chunks):
-            if self._body is None:
-                self._body = tempfile.SpooledTemporaryFile(self._memory_bytes, dir=self._folder)
             count = min(self._shard_chunks - self._body_chunks, len(chunks) - start)
-            self._body.write(np.ascontiguousarray(chunks[start : start + count]).data)
+            self._body.append(chunks[start : start + count])
+            self._body_bytes += self._body[-1].nbytes
             self._body_chunks += count
             start += count
             if self._body_chunks == self._shard_chunks:
                 self._close_shard()
+            elif self._body_bytes > self._memory_bytes:
+                self._spill()
+
+    def _spill(self) -> None:
+        """Move the chunks in memory to the temporary file."""
+        if self._body_file is None:
+            self._body_file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115
+        for chunks in self._body:
+            self._body_file.write(chunks.data)
+        self._body, self._body_bytes = [], 0
+
+    def _body_pieces(self) -> Iterator[Any]:
+        if self._body_file is not None:
+            self._body_file.seek(0)
+            while piece := self._body_file.read(1 << 20):
+                yield piece
+            self._body_file.close()
+        for chunks in self._body:
+            yield chunks.data.cast("B")
 
     def _close_shard(self) -> None:
         """Header (number of chunks, their offsets, the format), then the chunks; hashed, compressed, hashed again."""
         offsets = np.arange(self._body_chunks + 1, dtype="<u4") * np.uint32(self._chunk_bytes)
         offsets += np.uint32(4 + offsets.nbytes + len(self._format_text))
         header = np.uint32(self._body_chunks).astype("<u4").tobytes() + offsets.tobytes() + self._format_text
-        self._body.seek(0)
-        body = self._body.read()
-        self._body.close()
-        raw_hash = xxhash.xxh128(header)
-        raw_hash.update(body)
-        size = len(header) + len(body)
+        size = len(header) + self._body_chunks * self._chunk_bytes
         compressor = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compressobj(size=size)
-        packed = compressor.compress(header) + compressor.compress(body) + compressor.flush()
+        raw_hash = xxhash.xxh128()
+        packed_pieces = []
+        for piece in chain([header], self._body_pieces()):
+            raw_hash.update(piece)
+            packed_pieces.append(compressor.compress(piece))
+        packed = b"".join([*packed_pieces, compressor.flush()])
         raw = f"shard.{len(self._shards):05d}.mds"
         (self._folder / f"{raw}.{COMPRESSION}").write_bytes(packed)
         self._shards.append(
@@ -226,7 +247,7 @@ class ChunkWriter:
                 **self._format,
             }
         )
-        self._body, self._body_chunks = None, 0
+        self._body, self._body_bytes, self._body_file, self._body_chunks = [], 0, None, 0
 
     def finish(self) -> tuple[list[dict[str, Any]], NDArray[Any]]:
         """The index entries of the shards, and the remainder: tokens that did not fill a chunk."""

@@ -1,9 +1,9 @@
 """Worker processes of `prepare`: work units in, progress reports out.
 
 In: units, settings, the tokenizer's file, the engine. Out: an iterator of reports from N processes. Units and reports
-are all that crosses between processes: a worker reads its documents and writes its tokens itself. Every worker has its own pipe
-and no lock is shared, so that a killed worker cannot block another; its death is the end of its pipe. When the parent
-dies, the worker's next report fails and it exits. Each process uses one thread.
+are all that crosses between processes: a worker reads its documents and writes its tokens itself. Every worker has its
+own pipe and no lock is shared, so that a killed worker cannot block another; its death is the end of its pipe. When the
+parent dies, the worker's next report fails and it exits. A worker tokenizes on one thread.
 """
 
 import contextlib
