@@ -18,7 +18,6 @@ from typing import IO, Any, NamedTuple
 import orjson
 import zstandard
 from isal import isal_zlib
-from isal.igzip_lib import IsalError
 
 from xgram_dist.errors import UserError
 
@@ -32,6 +31,8 @@ BLOCK_LINES = 64  # lines that stay together when a file is read in parts
 MAX_LINE_BYTES = 256 << 20
 _READ_BYTES = 1 << 19
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_FAULTS: tuple[type[Exception], ...] = (EOFError, isal_zlib.error, zstandard.ZstdError, OSError)  # type: ignore[assignment]
 
 # Reasons of a rejection, as they appear in the summary.
 BROKEN = "broken JSON"
@@ -198,7 +199,7 @@ def _read_lines(path: Path, parts: int, wanted: Container[int], report: Callable
                         item = parse_line(line, name, number)
                     if item is not None:
                         block.items.append(item)
-        except (EOFError, IsalError, zstandard.ZstdError, OSError) as error:
+        except _FAULTS as error:
             if isinstance(error, OSError):
                 raise UserError(f"cannot read '{path}' at line {number + 1}: {error}") from error
             # Every part sees the error; the part of the line after the last good one reports it.
