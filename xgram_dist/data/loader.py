@@ -231,6 +231,22 @@ class Loader:
         self.position = self._reader.next_position(self.position)
         return batch
 
+    def batch_at(self, position: int) -> Batch:
+        """The batch that starts at any position; the loader stays where it is."""
+        first = self._stages[0][0].position
+        if position < first:
+            raise UserError(
+                f"position {position:,} lies before {first:,}, where the data of the run was changed; give the recipe "
+                f"of that time"
+            )
+        return self._reader(position)
+
+    def position_of_step(self, step: int) -> int:
+        """Where a step starts, if all steps before it had this batch size."""
+        before = (step - 1) * self._global_batch
+        first, length = self._skips.runs(0, before + 1)[-1]
+        return first + length - 1
+
     def tokens_before(self, position: int) -> int:
         """Tokens trained on when a run is at `position`: without those skipped."""
         return (position - self._skips.before(position)) * self._slot_tokens

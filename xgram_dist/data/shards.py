@@ -29,10 +29,9 @@ from numpy.typing import NDArray
 
 from xgram_dist.data.documents import Document, Rejection, estimated_text_bytes, read_blocks
 from xgram_dist.data.engines import Engine
-from xgram_dist.data.manifest import SPLITS, digest
+from xgram_dist.data.manifest import HASH, SPLITS, digest
 from xgram_dist.data.packing import DocumentPacker, count_padding
 
-HASH = "xxh128"
 COMPRESSION = "zstd"
 SHARD_BYTES = 1 << 26
 KEPT_REJECTIONS = 10  # first rejections of a unit that are kept with their file and line
