@@ -19,7 +19,7 @@ import threading
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -292,11 +292,17 @@ class PreparedData:
     """One split of a prepared data set."""
 
     def __init__(
-        self, manifest: Manifest, split: str, readers: list[_SourceReader], folder: Path, origin: str | None = None
+        self,
+        manifest: Manifest,
+        split: str,
+        readers: list[_SourceReader],
+        folder: Path,
+        origin: str | None = None,
+        cache_limit: int | None = None,
     ):
         """`origin`: the folder or address that `folder` is a cache of."""
         self.manifest, self.split, self.folder = manifest, split, folder
-        self._readers, self._origin = readers, origin
+        self._readers, self._origin, self._cache_limit = readers, origin, cache_limit
 
     @classmethod
     def open(
@@ -340,7 +346,7 @@ class PreparedData:
                 ) from error
             address = None if origin is None else f"{origin}/{split}/{source.name}"
             readers.append(_SourceReader(source_folder, address, manifest, number, split, shards))
-        return cls(manifest, split, readers, folder, origin)
+        return cls(manifest, split, readers, folder, origin, cache_limit)
 
     @property
     def fingerprint(self) -> str:
@@ -392,6 +398,15 @@ class PreparedData:
     def is_remote(self) -> bool:
         """Whether shards are fetched from elsewhere."""
         return self._origin is not None
+
+    def has_room_for(self, blocks: Mapping[int, tuple[Any, list[int]]]) -> bool:
+        """Whether shards, by source, fit into half of the cache, beside those in use."""
+        if self._cache_limit is None:
+            return True
+        sizes = (
+            self.shard_entry(source, n)["raw_data"]["bytes"] for source, (_, shards) in blocks.items() for n in shards
+        )
+        return 2 * sum(sizes) <= self._cache_limit
 
     def provide(self, source: int, shard: int) -> None:
         """Fetch and decompress a shard, unless it is on disk. May be called from any thread."""

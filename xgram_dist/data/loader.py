@@ -10,6 +10,7 @@ collectives.
 `Loader.state_dict` is the position and a record of what the order depends on, so that a run resumes exactly.
 """
 
+import contextlib
 import queue
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -33,6 +34,10 @@ from xgram_dist.data.stages import (
 from xgram_dist.errors import UserError
 
 __all__ = ["Batch", "Loader", "mix_weights", "sequences_per_chunk", "validation_batches"]
+
+
+_FETCH_THREADS = 8
+_AHEAD_STEPS = 256  # steps before a block of shards is reached, at which it is fetched
 
 
 class Batch(NamedTuple):
@@ -93,6 +98,19 @@ class _BatchReader:
         """Where the step after the one at `position` starts."""
         first, length = self._skips.runs(position, self._global_batch)[-1]
         return first + length
+
+    def blocks_ahead(
+        self, position: int
+    ) -> Iterator[tuple[PreparedData, dict[int, tuple[tuple[int, int], list[int]]]]]:
+        """Blocks of shards of remote data, by source, that are read at `position` and some hundred steps later."""
+        for ahead in (position, position + _AHEAD_STEPS * self._global_batch):
+            stage = next(item for item in self._stages if item.end is None or ahead < item.end)
+            if not stage.data.is_remote:
+                continue
+            per_slot = self._slot_tokens // stage.stage.sequence_length
+            blocks = stage.order.blocks_at((ahead - stage.stage.position) * per_slot)
+            if ahead == position or stage.data.has_room_for(blocks):
+                yield stage.data, blocks
 
     def check_boundaries(self, position: int) -> None:
         """A step has one sequence length: from `position` on, lengths must change between steps."""
@@ -356,6 +374,48 @@ class Loader:
             self.close()
 
 
+class _ShardPrefetcher:
+    """Threads that fetch shards of remote data before a batch reads them.
+
+    A block of shards is read in random order from its first sequence on, so all of it is fetched when it is reached,
+    and the next block some hundred steps before. A fault is left to the batch that reads the shard, which meets it too.
+    """
+
+    def __init__(self) -> None:
+        self._queue: queue.SimpleQueue[tuple[PreparedData, int, int] | None] = queue.SimpleQueue()
+        self._asked: set[tuple[str, int, tuple[int, int]]] = set()
+        self._threads: list[threading.Thread] = []
+
+    def ask(self, data: PreparedData, blocks: Mapping[int, tuple[tuple[int, int], list[int]]]) -> None:
+        """Fetch the blocks (by source) that were not asked for yet."""
+        for source, (block, shards) in blocks.items():
+            key = data.fingerprint, source, block
+            if key in self._asked:
+                continue
+            self._asked.add(key)
+            for shard in shards:
+                self._queue.put((data, source, shard))
+        while self._asked and len(self._threads) < _FETCH_THREADS:
+            thread = threading.Thread(target=_fetch_shards, args=(self._queue,), name="shard-prefetch", daemon=True)
+            thread.start()
+            self._threads.append(thread)
+
+    def stop(self) -> None:
+        """Fetches under way end by themselves; those that wait are given up."""
+        with contextlib.suppress(queue.Empty):
+            while True:
+                self._queue.get_nowait()
+        for _ in self._threads:
+            self._queue.put(None)
+
+
+def _fetch_shards(shards: "queue.SimpleQueue[tuple[PreparedData, int, int] | None]") -> None:
+    while (item := shards.get()) is not None:
+        data, source, shard = item
+        with contextlib.suppress(Exception):
+            data.provide(source, shard)
+
+
 class _Prefetcher:
     """A thread that keeps the next batches in a queue. Its error is raised by `get`, in place of the batch."""
 
@@ -395,12 +455,17 @@ def _prefetch(
     batches: "queue.Queue[Batch | BaseException]",
     stopped: threading.Event,
 ) -> None:
+    shards = _ShardPrefetcher()
     try:
         while not stopped.is_set():
+            for data, blocks in reader.blocks_ahead(position):
+                shards.ask(data, blocks)
             batches.put(reader(position))
             position = reader.next_position(position)
     except BaseException as error:
         batches.put(error)
+    finally:
+        shards.stop()
 
 
 def validation_batches(

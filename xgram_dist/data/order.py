@@ -115,6 +115,14 @@ class SourceOrder:
                 sequence[rows] = block.sequence[within[rows] - block.start]
         return chunk, sequence
 
+    def block_of(self, draw: int) -> tuple[tuple[int, int], list[int]]:
+        """The block of a draw, as (epoch, number), and its shards: all are read while it lasts."""
+        epoch, within = divmod(draw, self.sequences)
+        shards, firsts, starts = self._epoch(epoch)
+        number = int(np.searchsorted(starts, within, side="right")) - 1
+        end = firsts[number + 1] if number + 1 < len(firsts) else len(shards)
+        return (epoch, number), shards[firsts[number] : end].tolist()
+
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Shards in the order of this epoch; for each block, the index of its first shard in it and its first draw."""
         if epoch not in self._epochs:
@@ -208,6 +216,15 @@ class GlobalOrder:
     def draws_before(self, n: int, source: int) -> int:
         """Number of draws 0..n-1 from this source."""
         return self._mix.draws_before(n, source)
+
+    def blocks_at(self, n: int) -> dict[int, tuple[tuple[int, int], list[int]]]:
+        """For every source with a weight, the block that its next draw from draw n on is in."""
+        edges = self._mix.edges
+        return {
+            number: source.block_of(self._first_draws[number] + self.draws_before(n, number))
+            for number, source in enumerate(self.sources)
+            if edges[number] < edges[number + 1]
+        }
 
     def samples(self, first: int, count: int) -> Samples:
         """The samples of the draws first .. first+count-1."""

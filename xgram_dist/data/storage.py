@@ -175,7 +175,7 @@ class _S3Store:
         return {"Bucket": self._bucket, "Key": f"{self._prefix}/{name}" if self._prefix else name}
 
     def _call(self, function: Callable[[Any], T]) -> T:
-        from botocore.exceptions import BotoCoreError, ClientError, HTTPClientError, NoCredentialsError
+        from botocore.exceptions import ClientError, NoCredentialsError
 
         try:
             return function(self._client())
@@ -188,9 +188,7 @@ class _S3Store:
             raise StorageError(f"the server answers {code}{hint}", final=denied) from None
         except NoCredentialsError:
             raise StorageError("there are no credentials in the environment", final=True) from None
-        except (HTTPClientError, BotoCoreError) as error:  # time-outs, refused and broken connections
-            raise StorageError(type(error).__name__) from None
-        except OSError as error:
+        except Exception as error:  # time-outs and broken connections; botocore also stumbles over broken answers
             raise StorageError(type(error).__name__) from None
 
     def get(self, name: str) -> bytes:
