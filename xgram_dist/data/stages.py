@@ -14,6 +14,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from xgram_dist.data import order
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.order import GlobalOrder, SourceMix
 from xgram_dist.errors import UserError, nearest
@@ -110,7 +111,8 @@ class Stage:
 
     def build_order(self, data: PreparedData) -> GlobalOrder:
         per_chunk = sequences_per_chunk(data, self.sequence_length)
-        return GlobalOrder(data.shard_chunks, per_chunk, self.seed, self.weights, first_draws=self.first_draws)
+        block = order.BLOCK_CHUNKS
+        return GlobalOrder(data.shard_chunks, per_chunk, self.seed, self.weights, block, self.first_draws)
 
 
 def plan_stages(

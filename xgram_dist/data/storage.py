@@ -17,6 +17,7 @@ import random
 import tempfile
 import time
 from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
@@ -145,31 +146,32 @@ class _FolderStore:
         return path.is_file() and path.stat().st_size == len(content) and path.read_bytes() == content
 
 
+@cache
+def _s3_client(process: int, endpoint: str | None, read_seconds: float) -> Any:
+    """`process`: a client must not be shared with a forked process."""
+    import boto3
+    from botocore import UNSIGNED
+    from botocore.config import Config
+
+    session = boto3.session.Session()
+    settings: dict[str, Any] = {} if session.get_credentials() else {"signature_version": UNSIGNED}
+    config = Config(
+        connect_timeout=_CONNECT_SECONDS,
+        read_timeout=read_seconds,
+        retries={"total_max_attempts": 1},
+        max_pool_connections=32,
+        **settings,
+    )
+    return session.client("s3", config=config, endpoint_url=endpoint, region_name=session.region_name or "us-east-1")
+
+
 class _S3Store:
     def __init__(self, bucket: str, prefix: str):
         self._bucket, self._prefix = bucket, prefix
-        self._client_of: tuple[int, Any] | None = None  # a client must not be shared with a forked process
 
     def _client(self) -> Any:
-        if self._client_of is None or self._client_of[0] != os.getpid():
-            import boto3
-            from botocore import UNSIGNED
-            from botocore.config import Config
-
-            session = boto3.session.Session()
-            settings: dict[str, Any] = {} if session.get_credentials() else {"signature_version": UNSIGNED}
-            config = Config(
-                connect_timeout=_CONNECT_SECONDS,
-                read_timeout=_READ_SECONDS,
-                retries={"total_max_attempts": 1},
-                max_pool_connections=32,
-                **settings,
-            )
-            endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("S3_ENDPOINT_URL")
-            region = session.region_name or "us-east-1"
-            client = session.client("s3", config=config, endpoint_url=endpoint, region_name=region)
-            self._client_of = os.getpid(), client
-        return self._client_of[1]
+        endpoint = os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("S3_ENDPOINT_URL")
+        return _s3_client(os.getpid(), endpoint, _READ_SECONDS)
 
     def _key(self, name: str) -> dict[str, str]:
         return {"Bucket": self._bucket, "Key": f"{self._prefix}/{name}" if self._prefix else name}
