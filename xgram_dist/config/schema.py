@@ -315,16 +315,17 @@ class DataConfig(Section):
     path: str | None = None
     """Folder written by `xgram-dist prepare`."""
     remote: str | None = None
-    """Instead of `path`: address to fetch shards from, of any kind that mosaicml-streaming reads."""
+    """Instead of `path`: address to fetch shards from: `s3://`, `gs://`, `az://` and others. Credentials are taken from
+    the environment alone ([data.md](data.md#read-from-object-storage))."""
     cache: str | None = None
     """Folder for fetched and decompressed shards; by default the data folder itself, or the temporary folder."""
     cache_limit: Positive | None = None
-    """Bytes of decompressed shards to keep; by default all are kept."""
+    """Bytes of decompressed shards to keep, for all ranks of a node together; by default all are kept."""
     weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Share of each source in a batch; by default the weights the data set was prepared with."""
     stages: tuple[StageConfig, ...] = ()
-    """Other weights, data or sequence lengths from some token on; each has the keys `from_tokens`, `weights`,
-    `sequence_length`, `path`, `remote` ([data.md](data.md#change-the-mix-during-a-run))."""
+    """Other weights, data or sequence lengths from some token on
+    ([data.md](data.md#change-the-mix-during-a-run))."""
     skip: tuple[tuple[NotNegative, NotNegative], ...] = ()
     """Ranges [A, B) of positions that are passed over, for example the batches of a loss spike; a position counts
     sequences of `model.sequence_length` tokens from the start of the run."""

@@ -34,6 +34,7 @@ from xgram_dist.errors import UserError
 
 _OPEN_SHARDS = 64  # open files per source
 _TOUCH_SECONDS = 10.0
+_ABANDONED_SECONDS = 60.0  # after which a file that is not renamed has lost its writer
 
 
 class _OpenShard:
@@ -230,7 +231,7 @@ class _Cache:
 
     With a limit, the least recently used shards are removed before one is written, under a lock of the whole folder.
     The folder itself is the record of what is there, so a killed rank leaves nothing wrong behind: the kernel releases
-    its locks, and the part of a file that it was writing is removed by the next writer.
+    its locks, and the part of a file that it was writing is overwritten or removed by a later writer.
     """
 
     def __init__(self, folder: Path, limit: int | None):
@@ -256,17 +257,18 @@ class _Cache:
         files = []
         for path in self._folder.rglob("*.mds*"):
             with contextlib.suppress(FileNotFoundError):
-                if path.name.endswith(".mds.part"):
-                    path.unlink()  # writers hold the lock that we hold, so its writer was killed
-                elif path.name.endswith(".mds"):
-                    stat = path.stat()
+                stat = path.stat()
+                if path.name.endswith(".mds.part") and time.time() - stat.st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()  # its writer was killed
+                elif path.name.endswith((".mds", ".mds.part")):
                     files.append((stat.st_mtime_ns, stat.st_size, path))
         total = sum(size for _, size, _ in files)
         for _, file_size, path in sorted(files):
             if total + size <= self.limit:
                 break
-            path.unlink(missing_ok=True)  # who has it open can read on; the next reader fetches it again
-            total -= file_size
+            if path.name.endswith(".mds"):
+                path.unlink(missing_ok=True)  # who has it open can read on; the next reader fetches it again
+                total -= file_size
 
     def touch(self, shard: _OpenShard) -> None:
         """Note that a shard is in use."""

@@ -9,8 +9,7 @@ from xgram_dist.errors import UserError
 
 def open_data(config: Config, split: str, path: str | None, remote: str | None) -> PreparedData:
     """One data set, with the recipe's cache."""
-    limit = config.data.cache_limit if split == "train" else None
-    return PreparedData.open(path, split, remote=remote, cache=config.data.cache, cache_limit=limit)
+    return PreparedData.open(path, split, remote=remote, cache=config.data.cache, cache_limit=config.data.cache_limit)
 
 
 def open_training_data(config: Config) -> PreparedData:

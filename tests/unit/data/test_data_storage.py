@@ -4,6 +4,8 @@ import http.client
 import http.server
 import logging
 import multiprocessing
+import os
+import signal
 import threading
 import time
 from collections import Counter
@@ -242,13 +244,36 @@ def test_the_cache_stays_below_its_limit_and_what_a_kill_left_is_removed(
     _write_small_shards(out, tmp_path / "raw" / "a.jsonl", bpe)
     cache, limit = tmp_path / "cache", 20_000
     data = PreparedData.open(None, remote=str(out), cache=cache, cache_limit=limit)
-    (data.folder / "train" / "one" / "shard.000000.mds.part").write_bytes(b"x" * 50_000)
+    abandoned = data.folder / "train" / "one" / "shard.000999.mds.part"
+    abandoned.write_bytes(b"x" * 50_000)
+    os.utime(abandoned, (1, 1))
     chunks = sum(data.shard_chunks[0])
     expected = PreparedData.open(out)
     for index in [*range(chunks), *range(0, chunks, 7)]:
         assert data.chunk(0, index).tolist() == expected.chunk(0, index).tolist()
         assert sum(path.stat().st_size for path in cache.rglob("*.mds*") if ".lock" not in path.name) <= limit
     assert len(data.shard_chunks[0]) > 8
+
+
+def test_ranks_that_are_killed_while_they_fetch_leave_a_cache_that_works(
+    address: str, proxy: Proxy, mixed: Path, tmp_path: Path
+) -> None:
+    proxy.latency = 0.2  # most of the time is in fetches
+    context = multiprocessing.get_context("spawn")
+    for number in range(3):
+        rank = context.Process(target=_read_all, args=(address, tmp_path / "cache", None, number))
+        rank.start()
+        deadline = time.monotonic() + 60
+        while not list((tmp_path / "cache").rglob("*.mds.lock")) and time.monotonic() < deadline:
+            time.sleep(0.01)
+        time.sleep(0.1 * number)
+        assert rank.pid is not None
+        os.kill(rank.pid, signal.SIGKILL)
+        rank.join()
+    proxy.latency = 0.0
+    remote = PreparedData.open(None, remote=address, cache=tmp_path / "cache")
+    with Loader(remote, **BATCH) as loader, Loader(PreparedData.open(mixed), **BATCH) as local:
+        assert rows(loader, 12) == rows(local, 12)
 
 
 def _write_small_shards(out: Path, raw: Path, bpe: Path, chunk_tokens: int = 64) -> None:
