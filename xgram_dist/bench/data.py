@@ -2,7 +2,8 @@
 
 In: documents (a file, a folder, a folder of sources; default: the embedded corpus), a tokenizer (default: a BPE trained
 on them), the tokens per second that training consumes. Out: one dictionary of figures, in MB of text per second on all
-cores. The sides alternate; the best of each is compared, since disturbances only slow a run down.
+cores, and in CPU time per MB, which says more on a machine that does other work. The sides alternate; the best of each
+is compared, since disturbances only slow a run down.
 
 - `prepare`: from the start of its worker processes to the finished folder.
 - `gigatoken`: one process per core decompresses the same files and encodes their texts; only these two are timed.
@@ -50,11 +51,12 @@ for number, file in enumerate(files):
                 break
 encode = library.encode_batch_fast
 encode(texts[:100], add_special_tokens=False)
-start = time.perf_counter()
+start, cpu = time.perf_counter(), time.process_time()
 for i in range(0, len(texts), 1000):
     encode(texts[i:i + 1000], add_special_tokens=False)
-seconds = time.perf_counter() - start
-print(sum(len(text.encode()) for text in texts) / seconds)
+seconds, cpu = time.perf_counter() - start, time.process_time() - cpu
+size = sum(len(text.encode()) for text in texts)
+print(size / seconds, cpu / size)
 """
 _GIGATOKEN = """
 import sys, time
@@ -65,23 +67,25 @@ from xgram_dist.data.tokenizer import load_tokenizer
 tokenizer = load_tokenizer(sys.argv[1])
 engine = load_engine(GIGATOKEN, tokenizer.path, tokenizer.end_of_text, tokenizer.end_of_text_name)
 decompressed = documents._decompressed
-seconds = size = 0.0
+seconds = cpu = size = 0.0
 def timed(path, file):
-    global seconds
+    global seconds, cpu
     pieces = decompressed(path, file)
     while True:
-        start = time.perf_counter()
+        start, cpu_start = time.perf_counter(), time.process_time()
         piece = next(pieces, None)
         seconds += time.perf_counter() - start
+        cpu += time.process_time() - cpu_start
         if piece is None:
             return
         yield piece
 documents._decompressed = timed
 def encode(texts):
-    global seconds
-    start = time.perf_counter()
+    global seconds, cpu
+    start, cpu_start = time.perf_counter(), time.process_time()
     engine.encode_joined(texts)
     seconds += time.perf_counter() - start
+    cpu += time.process_time() - cpu_start
 for file in sys.argv[2:]:
     texts, batch = [], 0
     for item in documents.read_documents(Path(file)):
@@ -94,7 +98,7 @@ for file in sys.argv[2:]:
                 texts, batch = [], 0
     encode(texts)
     size += batch
-print(size / seconds)
+print(size / seconds, cpu / size)
 """
 
 
@@ -118,6 +122,7 @@ def run_data_benchmark(
         files = [str(file) for source in sources for file in find_files(source.path)]
         rates: dict[str, list[float]] = {"prepare": [], "gigatoken": [], "huggingface": []}
         data = folder / "prepared"
+        cpu: dict[str, list[float]] = {key: [] for key in rates}  # seconds a byte
         engine = memory = None
         with Progress(3 * repeats, "runs", "measuring prepare and its tokenizers") as progress:
             for _ in range(repeats):
@@ -130,12 +135,16 @@ def run_data_benchmark(
                 )
                 text = sum(source.bytes for source in outcome.manifest.sources)
                 rates["prepare"].append(text / (time.perf_counter() - start))
+                cpu["prepare"].append(outcome.cpu_seconds / text)
                 engine, memory = outcome.engine, outcome.worker_bytes
                 progress.update()
-                rates["gigatoken"].append(_gigatoken(vocabulary_file, files, cores))
-                progress.update()
-                rates["huggingface"].append(_huggingface(vocabulary_file, [str(source.path) for source in sources]))
-                progress.update()
+                for key, (rate, seconds_a_byte) in {
+                    "gigatoken": _gigatoken(vocabulary_file, files, cores),
+                    "huggingface": _huggingface(vocabulary_file, [str(source.path) for source in sources]),
+                }.items():
+                    rates[key].append(rate)
+                    cpu[key].append(seconds_a_byte)
+                    progress.update()
         loader = _loader_rate(data, sequence_length, seconds)
     best = {key: max(values) for key, values in rates.items()}
     return {
@@ -149,6 +158,7 @@ def run_data_benchmark(
         "huggingface_mb_per_second": round(best["huggingface"] / 1e6, 1),
         "prepare_to_gigatoken": round(best["prepare"] / best["gigatoken"], 3),
         "prepare_to_huggingface": round(best["prepare"] / best["huggingface"], 1),
+        **{f"{key}_cpu_ms_per_mb": round(1e9 * min(values), 2) for key, values in cpu.items()},
         "worker_memory_mb": round(memory / 1e6) if memory else None,
         "loader_sequence_length": sequence_length,
         "loader_tokens_per_second": round(loader),
@@ -199,16 +209,17 @@ def _tokenizer(sources: list[Source], tokenizer: str | None, folder: Path) -> tu
     return size, Path(tokenizer) if tokenizer else train_bpe(sample, 8_192, folder / "bpe.json")
 
 
-def _huggingface(tokenizer: Path, paths: list[str]) -> float:
-    """In a process of its own, with the library's own threads on all cores."""
+def _huggingface(tokenizer: Path, paths: list[str]) -> tuple[float, float]:
+    """(bytes a second, CPU seconds a byte) of a process of its own, with the library's own threads on all cores."""
     environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
     command = [sys.executable, "-c", _HUGGINGFACE, str(tokenizer), str(_HUGGINGFACE_BYTES), *paths]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
-    return float(done.stdout)
+    rate, cpu = map(float, done.stdout.split())
+    return rate, cpu
 
 
-def _gigatoken(tokenizer: Path, files: list[str], cores: int) -> float:
-    """One process per core, each with its share of the files; the sum of their rates."""
+def _gigatoken(tokenizer: Path, files: list[str], cores: int) -> tuple[float, float]:
+    """(bytes a second of all, CPU seconds a byte) of one process per core, each with its share of the files."""
     files = sorted(files, key=lambda file: (-os.path.getsize(file), file))
     processes = [
         subprocess.Popen(
@@ -216,8 +227,8 @@ def _gigatoken(tokenizer: Path, files: list[str], cores: int) -> float:
         )
         for core in range(min(cores, len(files)))
     ]
-    outputs = [process.communicate()[0] for process in processes]
-    return sum(float(output) for output in outputs)
+    outputs = [[float(word) for word in process.communicate()[0].split()] for process in processes]
+    return sum(rate for rate, _ in outputs), sum(cpu for _, cpu in outputs) / len(outputs)
 
 
 def _loader_rate(data: Path, sequence_length: int, seconds: float) -> float:

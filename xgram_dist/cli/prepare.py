@@ -206,6 +206,7 @@ def summary(outcome: "Outcome", out: str) -> dict[str, Any]:
         "first_rejections": outcome.first_rejections,
         "engine": None if outcome.engine is None else asdict(outcome.engine),
         "worker_bytes": outcome.worker_bytes,
+        "cpu_seconds": round(outcome.cpu_seconds, 3),
         "units": outcome.units,
         "units_kept": outcome.units_kept,
         "seconds": round(outcome.seconds, 3),

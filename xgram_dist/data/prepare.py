@@ -77,6 +77,7 @@ class Outcome:
     first_rejections: list[str] = field(default_factory=list)
     dropped_tokens: int = 0
     worker_bytes: int = 0  # the most memory a worker held
+    cpu_seconds: float = 0.0  # of all workers
 
 
 @dataclass(frozen=True)
@@ -183,6 +184,7 @@ def _prepare(
         first_rejections=lines.first,
         dropped_tokens=dropped,
         worker_bytes=lines.worker_bytes,
+        cpu_seconds=lines.cpu_seconds,
     )
 
 
@@ -335,6 +337,7 @@ class _LineCounts:
     rejected: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
     worker_bytes: int = 0
+    cpu_seconds: float = 0.0
 
     def add(self, documents: int, rejected: dict[str, int], first: list[str]) -> None:
         self.documents += documents
@@ -386,6 +389,7 @@ def _tokenize(
             try:
                 for report in reports:
                     new_tokens += report.tokens
+                    lines.cpu_seconds += report.cpu_seconds
                     lines.worker_bytes = max(lines.worker_bytes, report.worker_bytes)
                     lines.add(report.documents, report.rejected, report.first_rejections)
                     progress.update(

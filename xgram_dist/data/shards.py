@@ -100,6 +100,7 @@ class Report:
     rejected: Counter[str] = field(default_factory=Counter)
     first_rejections: list[str] = field(default_factory=list)
     worker_bytes: int = 0  # the most memory the worker has held
+    cpu_seconds: float = 0.0
 
 
 def plan_units(source: str, files: list[tuple[Path, str]], settings: Settings, unit_bytes: int) -> list[WorkUnit]:
@@ -312,6 +313,7 @@ class _Progress:
         self._send, self._input_bytes = send, input_bytes
         self._finished_bytes = self._told_bytes = 0.0
         self._last = time.monotonic()
+        self._cpu_told = time.process_time()
         self.unsent = Report()
 
     def read_up_to(self, share: float, position: int) -> None:
@@ -331,6 +333,8 @@ class _Progress:
             self.unsent.input_bytes = max(0.0, read - self._told_bytes)
             self._told_bytes += self.unsent.input_bytes
             self.unsent.worker_bytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+            cpu = time.process_time()
+            self.unsent.cpu_seconds, self._cpu_told = cpu - self._cpu_told, cpu
             self._send(self.unsent)
             self.unsent = Report()
             self._last = now
