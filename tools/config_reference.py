@@ -67,6 +67,8 @@ def sections(path: str, model: type[BaseModel]) -> Iterator[tuple[str, type[Base
             yield from sections(below, field.annotation)
         elif get_origin(field.annotation) is dict and _is_section(get_args(field.annotation)[1]):
             yield from sections(f"{below}.SITE", get_args(field.annotation)[1])
+        elif get_origin(field.annotation) is tuple and _is_section(get_args(field.annotation)[0]):
+            yield from sections(f"{below}[N]", get_args(field.annotation)[0])
 
 
 def _section(path: str, model: type[BaseModel]) -> str:
@@ -108,6 +110,8 @@ def in_words(annotation: Any) -> str:
     if origin is Literal:
         return " or ".join(f"`{value}`" for value in arguments)
     if origin is tuple:
+        if _is_section(arguments[0]):
+            return "list of groups of keys"
         if arguments[-1] is Ellipsis:
             return f"list, each {in_words(arguments[0])}"
         return f"list of {len(arguments)}, each {in_words(arguments[0])}"

@@ -20,7 +20,7 @@ from xgram_dist.checkpoint.save import Saver
 from xgram_dist.checkpoint.sharded_tensor import training_state
 from xgram_dist.config import Config
 from xgram_dist.console import Progress
-from xgram_dist.data.tokenizer import train_bpe
+from xgram_dist.data.train_bpe import train_bpe
 from xgram_dist.engine import build_engine
 from xgram_dist.inference.hf.decoder import Cache
 from xgram_dist.inference.model import Checkpoint, Model

@@ -27,6 +27,7 @@ class Entry(NamedTuple):
 
 COMMANDS = {
     "prepare": Entry("prepare", "tokenize documents into MDS shards, and count the tokens"),
+    "data": Entry("data", "show what a data set holds or a batch of a run contains, and verify its hashes"),
     "frequencies": Entry("routing", "write the token counts of a prepared data set as a frequency file"),
     "route": Entry("routing", "build a routing file (token -> table rows) from frequencies, and print its layout"),
     "plan": Entry("plan", "estimate what a recipe costs without building it: parameters, FLOPs, memory, time"),

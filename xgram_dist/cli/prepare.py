@@ -19,6 +19,7 @@ EXAMPLES = """
   xgram-dist prepare --source web=raw/web@0.7 --source code=raw/code@0.3 --tokenizer tokenizer.json --out data/mix
   xgram-dist prepare --mix olmo-mix-1124/data --tokenizer qwen3/tokenizer.json --workers 64 --out data/olmo-mix
   xgram-dist prepare --source web=raw/web --tokenizer qwen3/tokenizer.json --whole-documents 8192 --out data/web
+  xgram-dist prepare --source web=raw/web --tokenizer qwen3/tokenizer.json --out s3://bucket/web
 """
 CHUNK, VALIDATION = 40_960, 0.005
 EMBEDDED_CHUNK, EMBEDDED_VALIDATION = 4_096, 0.05  # the embedded corpus is small
@@ -40,7 +41,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--end-of-text", metavar="NAME", help="the end-of-text token (default: looked up by common names)"
     )
-    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the data set")
+    parser.add_argument(
+        "--tokenizer-engine",
+        choices=["auto", "gigatoken", "huggingface"],
+        default="auto",
+        help="what runs a tokenizers JSON; auto: gigatoken where its ids equal Hugging Face's on a check at the start",
+    )
+    parser.add_argument("--out", required=True, metavar="DIR", help="folder of the data set, or an address (s3://...)")
+    parser.add_argument(
+        "--work",
+        metavar="DIR",
+        help="with an address: folder to prepare in before the upload (default: a temporary one)",
+    )
     parser.add_argument("--workers", type=int, metavar="N", help="worker processes (default: one per core)")
     parser.add_argument(
         "--chunk-tokens",
@@ -122,6 +134,7 @@ def find_sources(sources: list[str], mix: str | None) -> list["Source"]:
 def run(args: argparse.Namespace) -> int:
     from xgram_dist.data.corpus import DEFAULT_BYTES
     from xgram_dist.data.prepare import Request, prepare, prepare_part
+    from xgram_dist.data.storage import is_address
     from xgram_dist.data.workers import available_cores
 
     sources = find_sources(args.source, args.mix)
@@ -139,7 +152,14 @@ def run(args: argparse.Namespace) -> int:
         max_rejected=args.max_rejected,
         corpus_bytes=DEFAULT_BYTES if args.corpus_bytes is None else args.corpus_bytes,
         overwrite=args.overwrite,
+        engine=args.tokenizer_engine,
     )
+    if args.work is not None and not is_address(args.out):
+        raise UserError(
+            f"--work {args.work} is the folder to prepare in before an upload; --out {args.out} is no address"
+        )
+    if args.part is not None and is_address(args.out):
+        raise UserError("--part needs a folder that all parts share as --out; upload the merged data set afterwards")
     if args.part is not None:
         part = prepare_part(request, *parse_part(args.part))
         print(
@@ -149,7 +169,12 @@ def run(args: argparse.Namespace) -> int:
             f"{part.new_tokens:,} tokens in {format_duration(part.seconds)}"
         )
         return 0
-    outcome = prepare(request)
+    if is_address(args.out):
+        from xgram_dist.data.upload import prepare_at
+
+        outcome = prepare_at(request, args.out, None if args.work is None else Path(args.work))
+    else:
+        outcome = prepare(request)
     if args.json:
         print(json.dumps(summary(outcome, args.out), indent=1))
     else:
@@ -179,6 +204,9 @@ def summary(outcome: "Outcome", out: str) -> dict[str, Any]:
         "dropped_tokens": outcome.dropped_tokens,
         "rejected": rejected,
         "first_rejections": outcome.first_rejections,
+        "engine": None if outcome.engine is None else asdict(outcome.engine),
+        "worker_bytes": outcome.worker_bytes,
+        "cpu_seconds": round(outcome.cpu_seconds, 3),
         "units": outcome.units,
         "units_kept": outcome.units_kept,
         "seconds": round(outcome.seconds, 3),

@@ -32,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --from: take the weights that match; start steps, optimizer and data anew",
     )
+    parser.add_argument(
+        "--accept-data-change",
+        action="store_true",
+        help="when resuming: read other data, weights or stages from here on; recorded in metrics.jsonl",
+    )
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine (default 1)")
     parser.add_argument(
         "--preflight",
@@ -70,7 +75,8 @@ def run(args: argparse.Namespace) -> int:
     with close_ranks(args.command, ranks) as held:
         lease = held.enter_context(hold(folder)) if ranks.first else None
         try:
-            return Trainer(config, folder, args.fresh, ranks, lease, _start_checkpoint(args, folder)).run()
+            start = _start_checkpoint(args, folder)
+            return Trainer(config, folder, args.fresh, ranks, lease, start, args.accept_data_change).run()
         except (RuntimeError, MemoryError) as error:
             from xgram_dist.train.memory import explain_out_of_memory, is_out_of_memory
 

@@ -302,19 +302,42 @@ class OptimizerConfig(Section):
     """Learning rate at the last step, as a share of the peak."""
 
 
+class StageConfig(Section):
+    """A stage of the training data. What is not set is as in `data` and `model`."""
+
+    from_tokens: NotNegative
+    """Tokens of the run, skipped ones included, at which the stage begins: a multiple of `model.sequence_length`, and
+    of a step's tokens where the sequence length changes."""
+    weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
+    """Share of each source in a batch; a source that is not named has none."""
+    sequence_length: Annotated[int, Field(ge=2)] | None = None
+    """Tokens in a sequence; divides `model.sequence_length`. A step keeps its number of tokens."""
+    path: str | None = None
+    """Folder of another data set of the same tokenizer."""
+    remote: str | None = None
+    """Instead of `path`: its address."""
+
+
 class DataConfig(Section):
     """The training data."""
 
     path: str | None = None
     """Folder written by `xgram-dist prepare`."""
     remote: str | None = None
-    """Instead of `path`: address to fetch shards from, of any kind that mosaicml-streaming reads."""
+    """Instead of `path`: address to fetch shards from: `s3://`, `gs://`, `az://` and others. Credentials are taken from
+    the environment alone ([data.md](data.md#read-from-object-storage))."""
     cache: str | None = None
     """Folder for fetched and decompressed shards; by default the data folder itself, or the temporary folder."""
     cache_limit: Positive | None = None
-    """Bytes of decompressed shards to keep; by default all are kept."""
+    """Bytes of decompressed shards to keep, for all ranks of a node together; by default all are kept."""
     weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Share of each source in a batch; by default the weights the data set was prepared with."""
+    stages: tuple[StageConfig, ...] = ()
+    """Other weights, data or sequence lengths from some token on
+    ([data.md](data.md#change-the-mix-during-a-run))."""
+    skip: tuple[tuple[NotNegative, NotNegative], ...] = ()
+    """Ranges [A, B) of positions that are passed over, for example the batches of a loss spike; a position counts
+    sequences of `model.sequence_length` tokens from the start of the run."""
     prefetch: Positive = 16
     """Steps whose tokens are prefetched."""
 

@@ -1,13 +1,13 @@
 """A prepared data set as random-access chunks of tokens.
 
 In: the folder (or remote address) that `prepare` wrote. Out: `PreparedData` with `chunk(source, index)` and
-`tokens(source, index, start, length)`. Shards are fetched, verified and decompressed by `streaming.Stream` when they
-are first read. No shared memory is used.
+`tokens(source, index, start, length)`. Shards are fetched, verified and decompressed when they are first read, or
+ahead of it (`provide`). No shared memory is used.
 
 The ranks of a node share the decompressed shards. A lock file per shard lets one rank fetch and decompress it; the
 shard is written to a temporary file and renamed; the lock of a process that dies is released by the kernel. Every
 process verifies a decompressed shard when it first opens it, and decompresses it again if it is damaged. A damaged
-compressed shard is an error that names the file.
+compressed shard is an error that names the file; a fetched one is fetched again first (`storage`).
 """
 
 import contextlib
@@ -16,22 +16,25 @@ import json
 import os
 import tempfile
 import threading
+import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import xxhash
+import zstandard
 from numpy.typing import NDArray
 
-from xgram_dist.data.manifest import MANIFEST, SPLITS, Manifest, check_file_name, read_manifest, shards_digest
-from xgram_dist.data.streaming_import import streaming
+from xgram_dist.data.manifest import HASH, MANIFEST, SPLITS, Manifest, check_file_name, read_manifest, shards_digest
+from xgram_dist.data.storage import fetch, open_store
 from xgram_dist.errors import UserError
 
 _OPEN_SHARDS = 64  # open files per source
-_DOWNLOAD_SECONDS = 300.0
-_DOWNLOAD_ATTEMPTS = 3
+_TOUCH_SECONDS = 10.0
+_ABANDONED_SECONDS = 60.0  # after which a file that is not renamed has lost its writer
 
 
 class _OpenShard:
@@ -39,6 +42,7 @@ class _OpenShard:
 
     def __init__(self, path: Path, samples: int):
         self.path = path
+        self.touched = time.monotonic()
         self._handle = os.open(path, os.O_RDONLY)
         header = np.frombuffer(os.pread(self._handle, 4 * (samples + 2), 0), dtype="<u4")
         if len(header) != samples + 2 or header[0] != samples:
@@ -55,49 +59,47 @@ class _OpenShard:
             raise UserError(f"shard '{self.path}' ended within chunk {sample}; delete it and run again")
         return np.frombuffer(data, dtype=dtype)
 
+    @property
+    def deleted(self) -> bool:
+        return os.fstat(self._handle).st_nlink == 0
+
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
             os.close(self._handle)
 
 
 class _SourceReader:
-    """The shards of one source and split."""
+    """The shards of one source and split: in `folder`, fetched from `origin` where that is given."""
 
-    def __init__(
-        self, folder: Path, remote: str | None, manifest: Manifest, number: int, split: str, limit: "_CacheLimit"
-    ):
+    def __init__(self, folder: Path, origin: str | None, manifest: Manifest, number: int, split: str, cache: "_Cache"):
         info = manifest.sources[number].split(split)
         self.folder = folder
         self._dtype = np.dtype(manifest.dtype).newbyteorder("<")
         self._chunk_tokens = manifest.chunk_tokens
-        self._limit = limit
-        self._stream = streaming().Stream(
-            remote=remote,
-            local=str(folder),
-            download_retry=_DOWNLOAD_ATTEMPTS,
-            download_timeout=_DOWNLOAD_SECONDS,
-            keep_zip=False,  # applies to fetched copies; streaming never deletes a local original
-        )
-        index = self._read_index(info.content)
-        self.shards: list[Any] = [streaming().reader_from_json(str(folder), None, shard) for shard in index]
-        self.shard_chunks = [int(shard.samples) for shard in self.shards]
+        self._cache = cache
+        self._address = str(folder) if origin is None else origin
+        self._store = open_store(self._address)
+        self.is_remote = origin is not None
+        self.entries = self._read_index(info.content)
+        self.shard_chunks = [int(entry["samples"]) for entry in self.entries]
         if sum(self.shard_chunks) != info.chunks:
             raise UserError(f"'{folder / 'index.json'}' does not agree with {MANIFEST}; run `xgram-dist prepare` again")
         self._first = np.concatenate([[0], np.cumsum(self.shard_chunks)]).astype(np.int64)
         self._open: OrderedDict[int, _OpenShard] = OrderedDict()
+        self._verified: set[int] = set()  # shards whose file this process has read against its hash
         self._guard = threading.Lock()
 
     def _read_index(self, content: str) -> list[dict[str, Any]]:
         path = self.folder / "index.json"
-        if not path.exists() and self._stream.remote:
-            _download(f"{self._stream.remote}/index.json", path)
+        if not path.exists() and self.is_remote:
+            _download(self._address, "index.json", path)
         try:
             shards = json.loads(path.read_bytes())["shards"]
             encoding = f"ndarray:{self._dtype.name}:{self._chunk_tokens}"
             for shard in shards:
                 check_file_name(shard["raw_data"]["basename"], path)
                 check_file_name(shard["zip_data"]["basename"], path)
-                if shard["format"] != "mds" or shard["column_encodings"] != [encoding] or shard["hashes"] == []:
+                if shard["format"] != "mds" or shard["column_encodings"] != [encoding] or shard["hashes"] != [HASH]:
                     raise ValueError(f"a shard is not of hashed '{encoding}'")
             agrees = shards_digest(shards) == content
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -114,7 +116,24 @@ class _SourceReader:
         return shard, chunk - int(self._first[shard])
 
     def shard_file(self, chunk: int) -> Path:
-        return self.folder / str(self.shards[self.shard_of(chunk)[0]].zip_data.basename)
+        return self.folder / str(self.entries[self.shard_of(chunk)[0]]["zip_data"]["basename"])
+
+    def shard_name(self, shard: int) -> str:
+        return f"{self._address}/{self.entries[shard]['zip_data']['basename']}"
+
+    def packed_shard(self, shard: int) -> bytes:
+        """The compressed shard, verified where it is fetched."""
+        info = self.entries[shard]["zip_data"]
+        if not self.is_remote:
+            path = self.folder / info["basename"]
+            try:
+                return path.read_bytes()
+            except FileNotFoundError:
+                raise _missing(str(path)) from None
+        try:
+            return fetch(self._address, self._store, info["basename"], int(info["bytes"]), info["hashes"][HASH])
+        except FileNotFoundError:
+            raise _missing(self.shard_name(shard)) from None
 
     def read(self, chunk: int, start: int, length: int) -> NDArray[Any]:
         shard, sample = self.shard_of(chunk)
@@ -124,58 +143,64 @@ class _SourceReader:
                 open_shard = self._open[shard] = self._open_shard(shard)
                 if len(self._open) > _OPEN_SHARDS:
                     self._open.popitem(last=False)
+                self._cache.drop_deleted(self._open)
             else:
                 self._open.move_to_end(shard)
+            self._cache.touch(open_shard)
             return open_shard.read(sample, self._dtype, start, length)
 
     def _open_shard(self, number: int) -> _OpenShard:
-        reader = self.shards[number]
-        raw = self.folder / reader.raw_data.basename
+        raw = self.folder / self.entries[number]["raw_data"]["basename"]
+        for _ in range(3):
+            self.provide(number)
+            with contextlib.suppress(FileNotFoundError):  # another rank has made room in between
+                return _OpenShard(raw, self.shard_chunks[number])
+        raise UserError(
+            f"shard '{raw}' is removed from the cache as soon as it is there; raise data.cache_limit, which must hold "
+            f"the shards that all ranks of a node read at a time"
+        )
+
+    def provide(self, number: int) -> None:
+        """Make sure that the decompressed shard is on disk. The ranks of a node, and the threads of a rank, wait for
+        the one that fetches it."""
+        entry = self.entries[number]
+        raw = self.folder / entry["raw_data"]["basename"]
+        if number in self._verified and raw.exists():
+            return
         with _locked(raw.with_name(raw.name + ".lock")):
-            if not _verified(raw, reader.raw_data):
+            if not _is_intact(raw, entry["raw_data"]):
                 raw.unlink(missing_ok=True)  # damaged by a crash or a bad disk; decompress it again
-                self._fetch(reader)
-                if not _verified(raw, reader.raw_data):
-                    raise UserError(f"shard '{raw}' does not read back as it was written: the disk is full or failing")
-            open_shard = _OpenShard(raw, reader.samples)
-        self._limit.touch(raw)
-        return open_shard
+                self._cache.write(raw, self._decompress(number))
+        self._verified.add(number)
 
-    def _fetch(self, reader: Any) -> None:
-        compressed = self.folder / reader.zip_data.basename
-        if self._stream.remote is None and not compressed.is_file():
-            raise _missing(compressed)
-        self._stream.validate_hash = reader.hashes[0]
-        try:
-            self._stream.prepare_shard(reader)
-        except ValueError as error:
-            if "Checksum" in str(error) and self._stream.remote:
-                compressed.unlink(missing_ok=True)  # the next run fetches it again
+    def _decompress(self, number: int) -> bytes:
+        entry, name = self.entries[number], self.shard_name(number)
+        packed = self.packed_shard(number)
+        if xxhash.xxh128_hexdigest(packed) != entry["zip_data"]["hashes"][HASH]:
             raise UserError(
-                f"shard '{compressed}' is corrupt: its {reader.hashes[0]} is not the one in index.json ({error}); "
-                "restore the file from a copy, or run `xgram-dist prepare --overwrite` again"
-            ) from error
-        except FileNotFoundError as error:
-            raise _missing(compressed) from error
-        except OSError as error:
-            raise UserError(
-                f"cannot decompress shard '{compressed}': {error}; free space or give another cache"
-            ) from error
-        except Exception as error:  # downloaders raise many types
-            raise UserError(f"cannot fetch shard '{compressed.name}' from '{self._stream.remote}': {error}") from error
+                f"shard '{name}' is corrupt: its {HASH} is not the one in index.json; restore the file from a copy, or "
+                f"run `xgram-dist prepare --overwrite` again"
+            )
+        size = int(entry["raw_data"]["bytes"])
+        raw = bytes(zstandard.ZstdDecompressor().decompress(packed, max_output_size=size))
+        if len(raw) != size or xxhash.xxh128_hexdigest(raw) != entry["raw_data"]["hashes"][HASH]:
+            raise UserError(f"shard '{name}' does not decompress to what was written; run `xgram-dist prepare` again")
+        return raw
 
 
-def _missing(compressed: Path) -> UserError:
+def _missing(name: str) -> UserError:
     return UserError(
-        f"shard '{compressed}' is missing; restore it from a copy, or run `xgram-dist prepare --overwrite` again"
+        f"shard '{name}' is missing; restore it from a copy, or run `xgram-dist prepare --overwrite` again"
     )
 
 
-def _verified(raw: Path, info: Any) -> bool:
-    if not raw.is_file() or raw.stat().st_size != info.bytes:
+def _is_intact(raw: Path, info: dict[str, Any]) -> bool:
+    try:
+        if raw.stat().st_size != info["bytes"]:
+            return False
+        return bool(xxhash.xxh128_hexdigest(raw.read_bytes()) == info["hashes"][HASH])
+    except FileNotFoundError:
         return False
-    data = raw.read_bytes()
-    return all(streaming().get_hash(name, data) == value for name, value in info.hashes.items())
 
 
 @contextlib.contextmanager
@@ -190,43 +215,96 @@ def _locked(path: Path) -> Iterator[None]:
         yield
 
 
-def _download(remote: str, local: Path) -> None:
+def _download(address: str, name: str, local: Path) -> None:
     """Fetch a small file to a temporary one and rename it; ranks may do so at the same time."""
-    temporary = local.with_name(f"{local.name}.{uuid.uuid4().hex}")
     try:
-        streaming().CloudDownloader.direct_download(remote, str(temporary), _DOWNLOAD_SECONDS)
-        os.replace(temporary, local)
-    except Exception as error:  # downloaders raise many types
-        raise UserError(f"cannot fetch '{remote}': {error}") from error
+        data = fetch(address, open_store(address), name)
+    except FileNotFoundError as error:
+        raise UserError(f"{error}; is '{address}' a data set of `xgram-dist prepare`?") from None
+    temporary = local.with_name(f"{local.name}.{uuid.uuid4().hex}")
+    temporary.write_bytes(data)
+    os.replace(temporary, local)
 
 
-class _CacheLimit:
-    """Limits the bytes of decompressed shards on disk by deleting the least recently opened."""
+class _Cache:
+    """The decompressed shards on disk, all ranks of a node together.
 
-    def __init__(self, limit: int | None):
-        self._limit = limit
-        self._sizes: OrderedDict[Path, int] = OrderedDict()
+    With a limit, the least recently used shards are removed before one is written, under a lock of the whole folder.
+    The folder itself is the record of what is there, so a killed rank leaves nothing wrong behind: the kernel releases
+    its locks, and the part of a file that it was writing is overwritten or removed by a later writer.
+    """
 
-    def touch(self, raw: Path) -> None:
-        """Note that `raw` was opened."""
-        if self._limit is None:
-            return
-        self._sizes.pop(raw, None)
-        self._sizes[raw] = raw.stat().st_size if raw.exists() else 0
-        while len(self._sizes) > 1 and sum(self._sizes.values()) > self._limit:
-            old, _ = self._sizes.popitem(last=False)
-            old.unlink(missing_ok=True)  # open files stay readable; a later reader decompresses it again
+    def __init__(self, folder: Path, limit: int | None):
+        self._folder, self.limit = folder, limit
+
+    def write(self, raw: Path, data: bytes) -> None:
+        temporary = raw.with_name(f"{raw.name}.part")  # its name is safe: the shard is locked
+        try:
+            if self.limit is None:
+                _write_and_rename(temporary, raw, data)
+                return
+            with _locked(self._folder / "cache.lock"):
+                self._make_room(len(data))
+                _write_and_rename(temporary, raw, data)
+        except OSError as error:
+            temporary.unlink(missing_ok=True)
+            raise UserError(
+                f"cannot write the decompressed shard '{raw}': {error.strerror}; free space or give another cache"
+            ) from error
+
+    def _make_room(self, size: int) -> None:
+        assert self.limit is not None
+        files = []
+        for path in self._folder.rglob("*.mds*"):
+            with contextlib.suppress(FileNotFoundError):
+                stat = path.stat()
+                if path.name.endswith(".mds.part") and time.time() - stat.st_mtime > _ABANDONED_SECONDS:
+                    path.unlink()  # its writer was killed
+                elif path.name.endswith((".mds", ".mds.part")):
+                    files.append((stat.st_mtime_ns, stat.st_size, path))
+        total = sum(size for _, size, _ in files)
+        for _, file_size, path in sorted(files):
+            if total + size <= self.limit:
+                break
+            if path.name.endswith(".mds"):
+                path.unlink(missing_ok=True)  # who has it open can read on; the next reader fetches it again
+                total -= file_size
+
+    def touch(self, shard: _OpenShard) -> None:
+        """Note that a shard is in use."""
+        now = time.monotonic()
+        if self.limit is not None and now - shard.touched > _TOUCH_SECONDS:
+            shard.touched = now
+            with contextlib.suppress(OSError):
+                os.utime(shard.path)
+
+    def drop_deleted(self, shards: "OrderedDict[int, _OpenShard]") -> None:
+        """Close files that were removed, so that their space is free."""
+        if self.limit is not None:
+            for number in [number for number, shard in list(shards.items())[:-1] if shard.deleted]:
+                del shards[number]
+
+
+def _write_and_rename(temporary: Path, path: Path, data: bytes) -> None:
+    temporary.write_bytes(data)
+    os.replace(temporary, path)
 
 
 class PreparedData:
     """One split of a prepared data set."""
 
     def __init__(
-        self, manifest: Manifest, split: str, readers: list[_SourceReader], folder: Path, origin: str | None = None
+        self,
+        manifest: Manifest,
+        split: str,
+        readers: list[_SourceReader],
+        folder: Path,
+        origin: str | None = None,
+        cache_limit: int | None = None,
     ):
         """`origin`: the folder or address that `folder` is a cache of."""
         self.manifest, self.split, self.folder = manifest, split, folder
-        self._readers, self._origin = readers, origin
+        self._readers, self._origin, self._cache_limit = readers, origin, cache_limit
 
     @classmethod
     def open(
@@ -238,10 +316,10 @@ class PreparedData:
         cache: str | Path | None = None,
         cache_limit: int | None = None,
     ) -> "PreparedData":
-        """Open the folder `path`, or the address `remote` (as `streaming` understands it) through the folder `cache`.
+        """Open the folder `path`, or the address `remote` (see `storage`) through the folder `cache`.
 
         A `path` without write permission is read through `cache` too. `cache_limit`: bytes of decompressed shards to
-        keep.
+        keep, for all ranks of a node together.
         """
         if split not in SPLITS:
             raise UserError(f"split '{split}' is not one of {', '.join(SPLITS)}")
@@ -258,7 +336,7 @@ class PreparedData:
             if cache is not None or not os.access(folder, os.W_OK):
                 origin = str(folder.resolve())
                 folder = _cache_root(cache) / manifest.fingerprint[:24]
-        limit = _CacheLimit(cache_limit)
+        shards = _Cache(folder, cache_limit)
         readers = []
         for number, source in enumerate(manifest.sources):
             source_folder = folder / split / source.name
@@ -269,8 +347,8 @@ class PreparedData:
                     f"cannot write to '{source_folder}': {error.strerror}; give another cache folder"
                 ) from error
             address = None if origin is None else f"{origin}/{split}/{source.name}"
-            readers.append(_SourceReader(source_folder, address, manifest, number, split, limit))
-        return cls(manifest, split, readers, folder, origin)
+            readers.append(_SourceReader(source_folder, address, manifest, number, split, shards))
+        return cls(manifest, split, readers, folder, origin, cache_limit)
 
     @property
     def fingerprint(self) -> str:
@@ -290,7 +368,7 @@ class PreparedData:
         file = self.folder / self.manifest.tokenizer_file
         if not file.exists() and self._origin is not None:
             with contextlib.suppress(UserError):
-                _download(f"{self._origin}/{self.manifest.tokenizer_file}", file)
+                _download(self._origin, self.manifest.tokenizer_file, file)
         return [file] if file.exists() else []
 
     @property
@@ -318,6 +396,40 @@ class PreparedData:
         """The file of a chunk, for error messages."""
         return self._readers[source].shard_file(index)
 
+    @property
+    def is_remote(self) -> bool:
+        """Whether shards are fetched from elsewhere."""
+        return self._origin is not None
+
+    def has_room_for(self, blocks: Mapping[int, tuple[Any, list[int]]]) -> bool:
+        """Whether shards, by source, fit into half of the cache, beside those in use."""
+        if self._cache_limit is None:
+            return True
+        sizes = (
+            self.shard_entry(source, n)["raw_data"]["bytes"] for source, (_, shards) in blocks.items() for n in shards
+        )
+        return 2 * sum(sizes) <= self._cache_limit
+
+    def provide(self, source: int, shard: int) -> None:
+        """Fetch and decompress a shard, unless it is on disk. May be called from any thread."""
+        self._readers[source].provide(shard)
+
+    @property
+    def packed_bytes(self) -> int:
+        """Of all compressed shards."""
+        return sum(int(entry["zip_data"]["bytes"]) for reader in self._readers for entry in reader.entries)
+
+    def shard_entry(self, source: int, shard: int) -> dict[str, Any]:
+        """A shard's entry in index.json."""
+        return self._readers[source].entries[shard]
+
+    def shard_name(self, source: int, shard: int) -> str:
+        return self._readers[source].shard_name(shard)
+
+    def packed_shard(self, source: int, shard: int) -> bytes:
+        """A compressed shard as it is stored, unverified."""
+        return self._readers[source].packed_shard(shard)
+
 
 def _cache_root(cache: str | Path | None) -> Path:
     return Path(cache) if cache is not None else Path(tempfile.gettempdir()) / f"xgram-dist-{os.getuid()}"
@@ -329,7 +441,7 @@ def _fetch_manifest(remote: str, root: Path) -> tuple[Manifest, Path]:
     temporary = root / f"manifest-{uuid.uuid4().hex}"
     try:
         temporary.mkdir(parents=True)
-        _download(f"{remote}/{MANIFEST}", temporary / MANIFEST)
+        _download(remote, MANIFEST, temporary / MANIFEST)
         manifest = read_manifest(temporary)
     except OSError as error:
         raise UserError(f"cannot write to the cache folder '{root}': {error}") from error

@@ -9,17 +9,15 @@ A file can be read in parts: part i of n reads every n-th block of lines. Severa
 file, and the result depends on the file alone.
 """
 
-import gzip
-import io
 import os
-import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import orjson
 import zstandard
+from isal import isal_zlib
 
 from xgram_dist.errors import UserError
 
@@ -31,8 +29,10 @@ ENDINGS = GZIP_ENDINGS + ZSTD_ENDINGS + PLAIN_ENDINGS + PARQUET_ENDINGS
 
 BLOCK_LINES = 64  # lines that stay together when a file is read in parts
 MAX_LINE_BYTES = 256 << 20
-_READ_BYTES = 1 << 18
+_READ_BYTES = 1 << 19
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+_FAULTS: tuple[type[Exception], ...] = (EOFError, isal_zlib.error, zstandard.ZstdError, OSError)  # type: ignore[assignment]
 
 # Reasons of a rejection, as they appear in the summary.
 BROKEN = "broken JSON"
@@ -45,8 +45,7 @@ TRUNCATED = "truncated archive"
 DAMAGED = "damaged file"
 
 
-@dataclass(frozen=True, slots=True)
-class Document:
+class Document(NamedTuple):
     text: str
     line: int
 
@@ -85,92 +84,134 @@ def estimated_text_bytes(path: Path) -> int:
     return size if path.name.endswith(PLAIN_ENDINGS) else 4 * size
 
 
-def read_documents(
-    path: Path, part: int = 0, parts: int = 1, report_bytes: Callable[[int], None] | None = None
-) -> Iterator[Document | Rejection]:
-    """Part `part` of `parts` of one file; `report_bytes(position)` is called with the current offset in the file."""
+class Block(NamedTuple):
+    """Up to `BLOCK_LINES` consecutive lines of a file, all of one part."""
+
+    part: int
+    items: list[Document | Rejection]
+
+
+def read_documents(path: Path, part: int = 0, parts: int = 1) -> Iterator[Document | Rejection]:
+    """Part `part` of `parts` of one file."""
     assert 0 <= part < parts
+    for block in read_blocks(path, parts, {part}):
+        yield from block.items
+
+
+def read_blocks(
+    path: Path, parts: int, wanted: Container[int], report_bytes: Callable[[int], None] | None = None
+) -> Iterator[Block]:
+    """The blocks of the `wanted` parts of one file, in file order, in one pass over it.
+
+    `report_bytes(position)` is called with the current offset in the file.
+    """
     report = report_bytes or (lambda position: None)
     try:
         if path.name.endswith(PARQUET_ENDINGS):
-            yield from _read_parquet(path, part, parts, report)
+            yield from _read_parquet(path, parts, wanted, report)
         else:
-            yield from _read_lines(path, part, parts, report)
+            yield from _read_lines(path, parts, wanted, report)
     except PermissionError as error:
         raise UserError(f"cannot read '{path}': {error.strerror}") from error
 
 
-class _ZstdStream(io.RawIOBase):
-    """The frames of a zstd file as one stream. Unlike zstandard's own reader it detects a file cut off in a frame."""
-
-    def __init__(self, file: IO[bytes]):
-        self._file = file
-        self._context = zstandard.ZstdDecompressor(max_window_size=1 << 31)
-        self._frame: Any = None
-        self._pending = b""  # compressed bytes that follow the last frame
-        self._decompressed = memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, target: Any) -> int:
-        while not self._decompressed:
-            data = self._pending or self._file.read(1 << 16)
-            self._pending = b""
-            if not data:
-                if self._frame is not None:
-                    raise EOFError("the file ends within a zstd frame")
-                return 0
-            if self._frame is None:
-                self._frame = self._context.decompressobj()
-            self._decompressed = memoryview(self._frame.decompress(data))
-            if self._frame.eof:
-                self._pending = self._frame.unused_data
-                self._frame = None
-        count = min(len(target), len(self._decompressed))
-        target[:count] = self._decompressed[:count]
-        self._decompressed = self._decompressed[count:]
-        return count
-
-
-def _open_stream(path: Path, file: IO[bytes]) -> IO[bytes]:
+def _decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
+    """The content of a file in pieces of some hundred kilobytes."""
     if path.name.endswith(GZIP_ENDINGS):
-        return io.BufferedReader(gzip.GzipFile(fileobj=file), _READ_BYTES)  # type: ignore[arg-type]
-    if path.name.endswith(ZSTD_ENDINGS):
-        return io.BufferedReader(_ZstdStream(file), _READ_BYTES)
-    return file
+        yield from _frames(file, lambda: isal_zlib.decompressobj(wbits=31), padding=b"\0")
+    elif path.name.endswith(ZSTD_ENDINGS):
+        yield from _frames(file, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj)
+    else:
+        while data := file.read(_READ_BYTES):
+            yield data
 
 
-def _read_lines(path: Path, part: int, parts: int, report: Callable[[int], None]) -> Iterator[Document | Rejection]:
-    number = 0
-    with open(path, "rb", buffering=_READ_BYTES) as file:
-        stream = _open_stream(path, file)
-        try:
-            while True:
-                line = stream.readline(MAX_LINE_BYTES)
-                if not line:
+def _frames(file: IO[bytes], open_frame: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
+    """The frames of an archive, one after the other. Unlike the libraries' own readers it gives all that can be read
+    of a file that is cut off, and then says so."""
+    frame: Any = None
+    while data := file.read(_READ_BYTES // 4):
+        while data:
+            if frame is None:
+                data = data.lstrip(padding) if padding else data
+                if not data:
                     break
-                number += 1
-                in_part = parts == 1 or (number - 1) // BLOCK_LINES % parts == part
-                if len(line) == MAX_LINE_BYTES and not line.endswith(b"\n"):
-                    while line and not line.endswith(b"\n"):
-                        line = stream.readline(MAX_LINE_BYTES)
-                    if in_part:
-                        yield Rejection(TOO_LONG, str(path), number, f"more than {MAX_LINE_BYTES:,} bytes")
-                    continue
-                if number % BLOCK_LINES == 0:
-                    report(file.tell())
-                if in_part:
-                    item = parse_line(line, str(path), number)
+                frame = open_frame()
+            decompressed = frame.decompress(data)
+            data = b""
+            if frame.eof:
+                data = frame.unused_data
+                frame = None
+            if decompressed:
+                yield decompressed
+    if frame is not None:
+        raise EOFError("the file ends within a compressed frame")
+
+
+def _lines(pieces: Iterator[bytes]) -> Iterator[list[bytes | None]]:
+    """Lists of whole lines, without their ends; None stands for a line of `MAX_LINE_BYTES` or more."""
+    open_line: list[bytes] = []  # pieces of the line that is not complete
+    size = 0
+    for piece in pieces:
+        lines: list[bytes | None] = list(piece.split(b"\n"))
+        last = lines.pop()
+        assert last is not None
+        if lines:
+            first = lines[0]
+            assert first is not None
+            if size + len(first) >= MAX_LINE_BYTES:
+                lines[0] = None
+            elif open_line:
+                lines[0] = b"".join((*open_line, first))
+            open_line, size = [], 0
+            yield [None if line is not None and len(line) >= MAX_LINE_BYTES else line for line in lines]
+        size += len(last)
+        if size >= MAX_LINE_BYTES:
+            open_line = []  # too long: its bytes are not kept
+        elif last:
+            open_line.append(last)
+    if size:
+        yield [None if size >= MAX_LINE_BYTES else b"".join(open_line)]
+
+
+def _read_lines(path: Path, parts: int, wanted: Container[int], report: Callable[[int], None]) -> Iterator[Block]:
+    name = str(path)
+    number = 0
+    block = Block(0, [])
+    with open(path, "rb", buffering=0) as file:
+        try:
+            for lines in _lines(_decompressed(path, file)):
+                report(file.tell())
+                for line in lines:
+                    if number % BLOCK_LINES == 0:
+                        if block.items:
+                            yield block
+                        block = Block(number // BLOCK_LINES % parts, [])
+                        in_part = block.part in wanted
+                    number += 1
+                    if not in_part:
+                        continue
+                    if line is None:
+                        item: Document | Rejection | None = Rejection(
+                            TOO_LONG, name, number, f"more than {MAX_LINE_BYTES:,} bytes"
+                        )
+                    else:
+                        item = parse_line(line, name, number)
                     if item is not None:
-                        yield item
-        except (EOFError, zlib.error, gzip.BadGzipFile, zstandard.ZstdError, OSError) as error:
-            if isinstance(error, OSError) and not isinstance(error, gzip.BadGzipFile):
+                        block.items.append(item)
+        except _FAULTS as error:
+            if isinstance(error, OSError):
                 raise UserError(f"cannot read '{path}' at line {number + 1}: {error}") from error
             # Every part sees the error; the part of the line after the last good one reports it.
-            if number // BLOCK_LINES % parts == part:
+            part = number // BLOCK_LINES % parts
+            if part in wanted:
+                if part != block.part or number % BLOCK_LINES == 0:
+                    yield block
+                    block = Block(part, [])
                 reason = TRUNCATED if isinstance(error, EOFError) else DAMAGED
-                yield Rejection(reason, str(path), number + 1, str(error))
+                block.items.append(Rejection(reason, name, number + 1, str(error)))
+    if block.items:
+        yield block
 
 
 def parse_line(line: bytes, file: str, number: int) -> Document | Rejection | None:
@@ -202,33 +243,50 @@ def _document(text: Any, file: str, number: int) -> Document | Rejection:
     return Document(text, number)
 
 
-def _read_parquet(path: Path, part: int, parts: int, report: Callable[[int], None]) -> Iterator[Document | Rejection]:
+def _read_parquet(path: Path, parts: int, wanted: Container[int], report: Callable[[int], None]) -> Iterator[Block]:
     import pyarrow
     import pyarrow.parquet
 
-    size = path.stat().st_size
+    size, name = path.stat().st_size, str(path)
     number = 0
+    block = Block(0, [])
     try:
-        with pyarrow.parquet.ParquetFile(path) as table:
+        with pyarrow.parquet.ParquetFile(path, buffer_size=_READ_BYTES) as table:
             rows = max(table.metadata.num_rows, 1)
-            if "text" not in table.schema_arrow.names:
-                for number in range(1, table.metadata.num_rows + 1):
-                    if (number - 1) // BLOCK_LINES % parts == part:
-                        yield Rejection(MISSING, str(path), number, "no column 'text'")
-                return
-            for batch in table.iter_batches(batch_size=BLOCK_LINES, columns=["text"], use_threads=False):
-                values = _values(batch.column(0))
-                # A batch may end early at the end of a row group, so parts are split by row number.
+            # A batch may end early at the end of a row group, so parts are split by row number.
+            for values in _parquet_values(table):
                 for value in values:
+                    if number % BLOCK_LINES == 0:
+                        if block.items:
+                            yield block
+                        block = Block(number // BLOCK_LINES % parts, [])
                     number += 1
-                    if (number - 1) // BLOCK_LINES % parts == part:
-                        yield _from_parquet(value, str(path), number)
+                    if block.part in wanted:
+                        block.items.append(_from_parquet(value, name, number))
                 report(size * number // rows)
     except (pyarrow.ArrowException, OSError, EOFError) as error:
         if isinstance(error, PermissionError):
             raise
-        if number // BLOCK_LINES % parts == part:
-            yield Rejection(DAMAGED, str(path), number + 1, str(error).splitlines()[0][:200])
+        part = number // BLOCK_LINES % parts
+        if part in wanted:
+            yield block
+            block = Block(part, [Rejection(DAMAGED, name, number + 1, str(error).splitlines()[0][:200])])
+    if block.items:
+        yield block
+
+
+class _NoColumn:
+    """In place of the values of a table without a column `text`."""
+
+
+def _parquet_values(table: Any) -> Iterator[list[Any]]:
+    """The column `text` in batches; no other column is read."""
+    if "text" not in table.schema_arrow.names:
+        for _ in range(table.metadata.num_rows):
+            yield [_NoColumn]
+        return
+    for batch in table.iter_batches(batch_size=BLOCK_LINES, columns=["text"], use_threads=False):
+        yield _values(batch.column(0))
 
 
 def _values(column: Any) -> list[Any]:
@@ -246,6 +304,8 @@ def _values(column: Any) -> list[Any]:
 
 
 def _from_parquet(value: Any, file: str, number: int) -> Document | Rejection:
+    if value is _NoColumn:
+        return Rejection(MISSING, file, number, "no column 'text'")
     if isinstance(value, bytes):
         try:
             value = value.decode("utf-8")

@@ -21,6 +21,7 @@ VERSION = 1
 PACKED_VERSION = 2
 """Of a data set with padding, which an earlier release would train on."""
 SPLITS = ("train", "validation")
+HASH = "xxh128"  # of shards
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _FILE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 

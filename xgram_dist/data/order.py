@@ -68,7 +68,7 @@ def floor_sum(count: int, modulus: int, factor: int, start: int) -> int:
 
 @dataclass(frozen=True)
 class Samples:
-    """The sequences of consecutive draws; one array entry per draw."""
+    """The sequences of some draws; one array entry per draw."""
 
     source: NDArray[Any]
     chunk: NDArray[Any]  # within the source
@@ -115,6 +115,14 @@ class SourceOrder:
                 sequence[rows] = block.sequence[within[rows] - block.start]
         return chunk, sequence
 
+    def block_of(self, draw: int) -> tuple[tuple[int, int], list[int]]:
+        """The block of a draw, as (epoch, number), and its shards: all are read while it lasts."""
+        epoch, within = divmod(draw, self.sequences)
+        shards, firsts, starts = self._epoch(epoch)
+        number = int(np.searchsorted(starts, within, side="right")) - 1
+        end = firsts[number + 1] if number + 1 < len(firsts) else len(shards)
+        return (epoch, number), shards[firsts[number] : end].tolist()
+
     def _epoch(self, epoch: int) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
         """Shards in the order of this epoch; for each block, the index of its first shard in it and its first draw."""
         if epoch not in self._epochs:
@@ -150,25 +158,11 @@ class SourceOrder:
         return block
 
 
-class GlobalOrder:
-    """The order of a weighted mix of sources."""
+class SourceMix:
+    """Which source each draw is from, by weights."""
 
-    def __init__(
-        self,
-        shard_chunks: Sequence[Sequence[int]],
-        sequences_per_chunk: int,
-        seed: int,
-        weights: Sequence[float] | None = None,
-        block_chunks: int = BLOCK_CHUNKS,
-    ):
-        self.sources = [
-            SourceOrder(shards, sequences_per_chunk, key64(seed, 0x50, number), block_chunks)
-            for number, shards in enumerate(shard_chunks)
-        ]
-        self._edges = mix_edges(weights or [float(source.sequences) for source in self.sources])
-        for number, source in enumerate(self.sources):
-            if source.sequences == 0 and self._edges[number] < self._edges[number + 1]:
-                raise UserError(f"source {number} has a weight but no sequence")
+    def __init__(self, weights: Sequence[float], seed: int):
+        self.edges = mix_edges(weights)
         self._offset = key64(seed, 0x0F)
 
     def source_of(self, first: int, count: int) -> NDArray[Any]:
@@ -176,7 +170,7 @@ class GlobalOrder:
         n = np.uint64(first % _TWO_64) + np.arange(count, dtype=np.uint64)
         points = n * np.uint64(_GOLDEN) + np.uint64(self._offset)
         # An edge of 2^64 is above every point, and does not fit in a uint64.
-        edges = np.array([edge for edge in self._edges[1:] if edge < _TWO_64], dtype=np.uint64)
+        edges = np.array([edge for edge in self.edges[1:] if edge < _TWO_64], dtype=np.uint64)
         return np.searchsorted(edges, points, side="right")
 
     def draws_before(self, n: int, source: int) -> int:
@@ -188,7 +182,49 @@ class GlobalOrder:
 
         if n == 0:
             return 0
-        return below(self._edges[source + 1]) - below(self._edges[source])
+        return below(self.edges[source + 1]) - below(self.edges[source])
+
+
+class GlobalOrder:
+    """The order of a weighted mix of sources."""
+
+    def __init__(
+        self,
+        shard_chunks: Sequence[Sequence[int]],
+        sequences_per_chunk: int,
+        seed: int,
+        weights: Sequence[float] | None = None,
+        block_chunks: int = BLOCK_CHUNKS,
+        first_draws: Sequence[int] | None = None,
+    ):
+        """`first_draws`: for each source, how many of its draws came before draw 0 of the mix."""
+        self.sources = [
+            SourceOrder(shards, sequences_per_chunk, key64(seed, 0x50, number), block_chunks)
+            for number, shards in enumerate(shard_chunks)
+        ]
+        self._mix = SourceMix(weights or [float(source.sequences) for source in self.sources], seed)
+        self._first_draws = first_draws or [0] * len(self.sources)
+        edges = self._mix.edges
+        for number, source in enumerate(self.sources):
+            if source.sequences == 0 and edges[number] < edges[number + 1]:
+                raise UserError(f"source {number} has a weight but no sequence")
+
+    def source_of(self, first: int, count: int) -> NDArray[Any]:
+        """The sources of the draws first .. first+count-1."""
+        return self._mix.source_of(first, count)
+
+    def draws_before(self, n: int, source: int) -> int:
+        """Number of draws 0..n-1 from this source."""
+        return self._mix.draws_before(n, source)
+
+    def blocks_at(self, n: int) -> dict[int, tuple[tuple[int, int], list[int]]]:
+        """For every source with a weight, the block that its next draw from draw n on is in."""
+        edges = self._mix.edges
+        return {
+            number: source.block_of(self._first_draws[number] + self.draws_before(n, number))
+            for number, source in enumerate(self.sources)
+            if edges[number] < edges[number + 1]
+        }
 
     def samples(self, first: int, count: int) -> Samples:
         """The samples of the draws first .. first+count-1."""
@@ -197,8 +233,8 @@ class GlobalOrder:
         sequence = np.empty(count, dtype=np.int64)
         for number in np.unique(sources):
             rows = np.flatnonzero(sources == number)
-            draws = self.draws_before(first, int(number)) + np.arange(len(rows), dtype=np.int64)
-            chunk[rows], sequence[rows] = self.sources[number].locate(draws)
+            before = self._first_draws[number] + self.draws_before(first, int(number))
+            chunk[rows], sequence[rows] = self.sources[number].locate(before + np.arange(len(rows), dtype=np.int64))
         return Samples(sources, chunk, sequence)
 
 

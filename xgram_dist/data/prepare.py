@@ -25,10 +25,12 @@ from pathlib import Path
 from xgram_dist.console import Progress
 from xgram_dist.data import corpus
 from xgram_dist.data.documents import Document, estimated_text_bytes, find_files, read_documents
+from xgram_dist.data.engines import AUTO, CHOICES, HUGGINGFACE, EngineChoice, choose_engine, first_documents
 from xgram_dist.data.manifest import MANIFEST, SOURCE_NAME, SPLITS, Manifest, digest, read_manifest
 from xgram_dist.data.merge import merge_units
 from xgram_dist.data.shards import KEPT_REJECTIONS, Settings, WorkUnit, plan_units, unit_folder
-from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer
+from xgram_dist.data.train_bpe import train_bpe
 from xgram_dist.data.workers import disk_error, run_units, start_fork_server
 from xgram_dist.errors import UserError
 from xgram_dist.files import write_atomically
@@ -60,18 +62,22 @@ class Request:
     max_rejected: float = 0.01
     corpus_bytes: int = corpus.DEFAULT_BYTES
     overwrite: bool = False
+    engine: str = AUTO  # of the tokenizer; the result does not depend on it
 
 
 @dataclass(frozen=True)
 class Outcome:
     manifest: Manifest
     seconds: float
+    engine: EngineChoice | None = None
     already_there: bool = False
     units: int = 0
     units_kept: int = 0  # finished by an interrupted run
     new_tokens: int = 0
     first_rejections: list[str] = field(default_factory=list)
     dropped_tokens: int = 0
+    worker_bytes: int = 0  # the most memory a worker held
+    cpu_seconds: float = 0.0  # of all workers
 
 
 @dataclass(frozen=True)
@@ -112,7 +118,8 @@ def prepare_part(request: Request, part: int, parts: int) -> PartOutcome:
         with _exclusive(staging, among_parts=True):
             units, settings = _plan(request, stamps, tokenizer)
             units = units[part::parts]
-            kept, new_tokens, _ = _tokenize(request, units, settings, tokenizer, staging)
+            engine = _choose_engine(request, stamps, tokenizer)
+            kept, new_tokens, _ = _tokenize(request, units, settings, tokenizer, engine, staging)
             return PartOutcome(time.monotonic() - started, len(units), kept, new_tokens)
     except OSError as error:
         raise disk_error(error, request.out) from error
@@ -160,7 +167,8 @@ def _prepare(
         weights = dict(corpus.WEIGHTS)
     tokenizer = given or _train_tokenizer(request, stamps, key, staging)
     units, settings = _plan(request, stamps, tokenizer)
-    kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, staging)
+    engine = _choose_engine(request, stamps, tokenizer)
+    kept, new_tokens, lines = _tokenize(request, units, settings, tokenizer, engine, staging)
     lines.check()
     if lines.documents == 0:
         raise UserError(f"no document was found in {', '.join(weights)}: every file is empty")
@@ -169,11 +177,14 @@ def _prepare(
     return Outcome(
         manifest,
         time.monotonic() - started,
+        engine,
         units=len(units),
         units_kept=kept,
         new_tokens=new_tokens,
         first_rejections=lines.first,
         dropped_tokens=dropped,
+        worker_bytes=lines.worker_bytes,
+        cpu_seconds=lines.cpu_seconds,
     )
 
 
@@ -209,6 +220,8 @@ def _check(request: Request) -> None:
         raise UserError(f"--validation {request.validation} is not a share of at least 0 and below 1")
     if not 0 <= request.max_rejected <= 1:
         raise UserError(f"--max-rejected {request.max_rejected} is not a share between 0 and 1")
+    if request.engine not in CHOICES:
+        raise UserError(f"--tokenizer-engine {request.engine} is not one of {', '.join(CHOICES)}")
     if request.workers < 1:
         raise UserError(f"--workers {request.workers} is not at least 1")
     names = [source.name for source in request.sources]
@@ -284,6 +297,19 @@ def _train_tokenizer(request: Request, stamps: dict[str, list[tuple[Path, str]]]
     return load_tokenizer(file, request.end_of_text)
 
 
+def _choose_engine(request: Request, stamps: dict[str, list[tuple[Path, str]]], tokenizer: Tokenizer) -> EngineChoice:
+    """The tokenizer's engine, compared on the first documents of every source; a sentence where it is the slow one."""
+    texts = []
+    if request.engine != HUGGINGFACE:
+        for files in stamps.values():
+            items = read_documents(files[0][0])
+            texts += first_documents(item.text for item in items if isinstance(item, Document))
+    choice = choose_engine(tokenizer, request.engine, texts)
+    if choice.reason is not None:
+        print(f"note: Hugging Face tokenizes, much slower than gigatoken: {choice.reason}", file=sys.stderr)
+    return choice
+
+
 def _training_texts(stamps: dict[str, list[tuple[Path, str]]]) -> Iterator[str]:
     """The same number of characters from every source, spread over its files."""
     with Progress(None, "MB", "reading text to train the tokenizer") as progress:
@@ -310,6 +336,8 @@ class _LineCounts:
     documents: int = 0
     rejected: Counter[str] = field(default_factory=Counter)
     first: list[str] = field(default_factory=list)
+    worker_bytes: int = 0
+    cpu_seconds: float = 0.0
 
     def add(self, documents: int, rejected: dict[str, int], first: list[str]) -> None:
         self.documents += documents
@@ -328,7 +356,12 @@ class _LineCounts:
 
 
 def _tokenize(
-    request: Request, units: list[WorkUnit], settings: Settings, tokenizer: Tokenizer, staging: Path
+    request: Request,
+    units: list[WorkUnit],
+    settings: Settings,
+    tokenizer: Tokenizer,
+    engine: EngineChoice,
+    staging: Path,
 ) -> tuple[int, int, _LineCounts]:
     """Tokenize the units that are not finished: the number that were, the new tokens, the line counts of all units."""
     lines = _LineCounts(request.max_rejected)
@@ -352,10 +385,12 @@ def _tokenize(
     with Progress(total / 1e6, "MB", "preparing") as progress:
         progress.update(kept_bytes / 1e6)
         if pending:
-            reports = run_units(pending, settings, tokenizer.path, tokenizer.end_of_text_name, staging, request.workers)
+            reports = run_units(pending, settings, tokenizer, engine.name, staging, request.workers)
             try:
                 for report in reports:
                     new_tokens += report.tokens
+                    lines.cpu_seconds += report.cpu_seconds
+                    lines.worker_bytes = max(lines.worker_bytes, report.worker_bytes)
                     lines.add(report.documents, report.rejected, report.first_rejections)
                     progress.update(
                         report.input_bytes / 1e6,

@@ -1,7 +1,6 @@
 """The only place that imports mosaicml-streaming, lazily.
 
-`streaming()` gives the few names this project uses: the MDS writer and reader, `Stream` (download, verification and
-decompression of shards), the cloud downloader and the hashes.
+`streaming()` gives the few names this project uses: the cloud downloader, and the MDS writer to compare with.
 
 Why not `import streaming`: its package files import torchvision (through `streaming.vision`) and transformers (through
 `streaming.base.dataloader`), which this project does not use. torchvision has no build that works with a CPU-only
@@ -26,23 +25,17 @@ from xgram_dist.errors import UserError
 class Streaming(NamedTuple):
     """Names of mosaicml-streaming, which has no type annotations."""
 
-    Stream: Any
     MDSWriter: Any
     CloudDownloader: Any
-    get_hash: Any
-    reader_from_json: Any
 
 
 @cache
 def streaming() -> Streaming:
     with _empty_packages():
-        from streaming.base.format import reader_from_json
         from streaming.base.format.mds import MDSWriter
-        from streaming.base.hashing import get_hash
         from streaming.base.storage import CloudDownloader
-        from streaming.base.stream import Stream
 
-    return Streaming(Stream, MDSWriter, CloudDownloader, get_hash, reader_from_json)
+    return Streaming(MDSWriter, CloudDownloader)
 
 
 @contextmanager

@@ -1,14 +1,13 @@
 """Tokenizers behind one small class: texts in, token ids out.
 
-In: a `tokenizers` JSON file or a sentencepiece `.model`, or texts to train a byte-level BPE on. Out: `Tokenizer` with
-its vocabulary (largest id + 1), its end-of-text id and the SHA-256 of its file. No state.
+In: a `tokenizers` JSON file or a sentencepiece `.model`. Out: `Tokenizer` with its vocabulary (largest id + 1), its
+end-of-text id and the SHA-256 of its file. No state. `train_bpe` makes such a file.
 
 The text of a special token inside a document is encoded as plain text, so that an end-of-text id in the data is always
 the end of a document.
 """
 
 import hashlib
-import json
 from array import array
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgram_dist.errors import UserError
-from xgram_dist.files import write_atomically
 
 END_OF_TEXT = "<|endoftext|>"
 # Common names of the end-of-text token, in the order of the search.
@@ -157,28 +155,3 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
         f"tokenizer '{file}' has no end-of-text token with a common name ({', '.join(END_OF_TEXT_NAMES)}); "
         "name it with --end-of-text"
     )
-
-
-MIN_BPE = 257  # 256 bytes and the end-of-text token
-
-
-def train_bpe(texts: Iterable[str], size: int, out: Path) -> Path:
-    """Train a byte-level BPE of `size` tokens (with end-of-text) and write it to `out`; deterministic in the texts."""
-    from tokenizers import Tokenizer as Library
-    from tokenizers import decoders, models, pre_tokenizers, trainers
-
-    if size < MIN_BPE:
-        raise UserError(f"--train-bpe {size} is too small: 256 bytes and the end-of-text token need {MIN_BPE}")
-    library = Library(models.BPE())
-    library.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    library.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=size,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    library.train_from_iterator(texts, trainer=trainer)
-    text = json.dumps(json.loads(library.to_str()), ensure_ascii=False, indent=1)
-    write_atomically(out, text)
-    return out

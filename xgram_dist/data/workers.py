@@ -1,8 +1,9 @@
 """Worker processes of `prepare`: work units in, progress reports out.
 
-In: units, settings, the tokenizer's file. Out: an iterator of reports from N processes. Every worker has its own pipe
-and no lock is shared, so that a killed worker cannot block another; its death is the end of its pipe. When the parent
-dies, the worker's next report fails and it exits. Each process uses one thread.
+In: units, settings, the tokenizer's file, the engine. Out: an iterator of reports from N processes. Units and reports
+are all that crosses between processes: a worker reads its documents and writes its tokens itself. Every worker has its
+own pipe and no lock is shared, so that a killed worker cannot block another; its death is the end of its pipe. When the
+parent dies, the worker's next report fails and it exits. A worker tokenizes on one thread.
 """
 
 import contextlib
@@ -14,7 +15,9 @@ from multiprocessing import connection, forkserver, get_context
 from pathlib import Path
 from typing import Any
 
-from xgram_dist.data.shards import Report, Settings, WorkUnit, tokenize_unit
+from xgram_dist.data.engines import load_engine
+from xgram_dist.data.shards import Report, Settings, WorkUnit, plan_passes, tokenize_units
+from xgram_dist.data.tokenizer import Tokenizer
 from xgram_dist.errors import UserError
 
 
@@ -29,18 +32,17 @@ def start_fork_server() -> None:
 
 
 def run_units(
-    units: list[WorkUnit], settings: Settings, tokenizer: Path, end_of_text: str, staging: Path, workers: int
+    units: list[WorkUnit], settings: Settings, tokenizer: Tokenizer, engine: str, staging: Path, workers: int
 ) -> Iterator[Report]:
     """Run the units on worker processes and yield their reports; closing the iterator terminates the workers."""
     context = get_context("forkserver")
-    pending = list(reversed(units))
+    pending = list(reversed(plan_passes(units, workers)))
+    words = (settings, engine, str(tokenizer.path), tokenizer.end_of_text_name, str(staging))
     pipes: dict[Any, Any] = {}
     try:
-        for _ in range(min(workers, len(units))):
+        for _ in range(min(workers, len(pending))):
             parent_end, worker_end = context.Pipe()
-            process = context.Process(
-                target=_run_worker, args=(worker_end, settings, str(tokenizer), end_of_text, str(staging)), daemon=True
-            )
+            process = context.Process(target=_run_worker, args=(worker_end, *words), daemon=True)
             process.start()
             worker_end.close()
             parent_end.send(pending.pop())
@@ -71,16 +73,16 @@ def run_units(
             process.join()
 
 
-def _run_worker(pipe: Any, settings: Settings, tokenizer_file: str, end_of_text: str, staging: str) -> None:
-    """Body of a worker: tokenize units from the pipe until it receives None."""
+def _run_worker(
+    pipe: Any, settings: Settings, engine_name: str, tokenizer_file: str, end_of_text_name: str, staging: str
+) -> None:
+    """Body of a worker: tokenize the units of each pass from the pipe until it receives None."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles Ctrl-C
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
-    from xgram_dist.data.tokenizer import load_tokenizer
-
     try:
-        tokenizer = load_tokenizer(tokenizer_file, end_of_text)
-        while (unit := pipe.recv()) is not None:
-            tokenize_unit(unit, settings, tokenizer, Path(staging), pipe.send)
+        engine = load_engine(engine_name, Path(tokenizer_file), settings.end_of_text, end_of_text_name)
+        while (units := pipe.recv()) is not None:
+            tokenize_units(units, settings, engine, Path(staging), pipe.send)
             pipe.send("done")
     except (EOFError, BrokenPipeError, ConnectionError):
         return  # the parent is gone

@@ -90,8 +90,10 @@ class RunCheckpoints:
         keys: Keys | None,
         lease: Lease | None,
         say: Callable[[str], None],
+        accept_data_change: bool = False,
     ):
         """`say` prints a line on the first rank."""
+        self._accept_data_change = accept_data_change
         self._config, self._folder, self._mesh, self._say = config, folder, mesh, say
         self._engine, self._shards = optimizer.engine, optimizer.shards
         self._data, self._loader, self._routing, self._keys = data, loader, routing, keys
@@ -114,7 +116,7 @@ class RunCheckpoints:
             return None
         self._say(f"resuming after step {facts['step']}")
         self._chain = self._chain_at(self._folder / FOLDER / name_of(facts["step"]))
-        return _state_of(facts)
+        return self._state_of(facts)
 
     def start_from(self, start: StartCheckpoint) -> TrainState:
         """Load the state, or the weights alone, of another run."""
@@ -131,7 +133,7 @@ class RunCheckpoints:
             state = TrainState()
         else:
             facts = load_checkpoint(folder, self._engine, self._shards, self._routing, self._mesh, self._accept)
-            state = _state_of(facts)
+            state = self._state_of(facts)
             self._say(f"state of {folder}: resuming after step {state.step}")
         state.started_from = {
             "checkpoint": str(folder),
@@ -143,9 +145,18 @@ class RunCheckpoints:
 
     def _accept(self, facts: dict[str, Any]) -> None:
         check_keys(facts.get("keys"), self._keys)
-        self._loader.load_state_dict(facts["loader"])
+        self._loader.load_state_dict(facts["loader"], self._accept_data_change)
         self._engine.spike_guard.recent.clear()
         self._engine.spike_guard.recent.extend(_recent_steps(facts))
+
+    def _state_of(self, facts: dict[str, Any]) -> TrainState:
+        return TrainState(
+            step=facts["step"],
+            position=self._loader.position,
+            skipped=facts["skipped"],
+            loss=facts["loss"],
+            started_from=facts["started_from"],
+        )
 
     # ---- saving
 
@@ -234,16 +245,6 @@ class RunCheckpoints:
         files = [self._folder / ROUTING] if self._routing is not None else []
         files += [self._folder / KEYS_FILE] if self._keys is not None else []
         return files + self._data.tokenizer_files()
-
-
-def _state_of(facts: dict[str, Any]) -> TrainState:
-    return TrainState(
-        step=facts["step"],
-        position=facts["loader"]["position"],
-        skipped=facts["skipped"],
-        loss=facts["loss"],
-        started_from=facts["started_from"],
-    )
 
 
 def _recent_steps(facts: dict[str, Any]) -> list[tuple[float, float]]:

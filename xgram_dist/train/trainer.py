@@ -23,14 +23,15 @@ from xgram_dist.checkpoint.save import SaveResult
 from xgram_dist.config import Config
 from xgram_dist.config.validate import accumulation
 from xgram_dist.data.dataset import PreparedData
-from xgram_dist.data.loader import Loader, validation_batches
+from xgram_dist.data.from_config import build_loader, open_data, open_training_data
+from xgram_dist.data.loader import validation_batches
 from xgram_dist.engine import build_engine
 from xgram_dist.errors import UserError
 from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.model.methods.base import check_files, check_method
 from xgram_dist.optim.schedule import learning_rate
 from xgram_dist.parallel.device import choose_device, make_deterministic, synchronize
-from xgram_dist.parallel.mesh import Mesh, build_mesh, new_host_group
+from xgram_dist.parallel.mesh import build_mesh, new_host_group
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import shards_of
 from xgram_dist.tables.optimizers.build import choose_optimizer
@@ -62,8 +63,10 @@ class Trainer:
         ranks: ProcessGroup | None = None,
         lease: Lease | None = None,
         start_from: StartCheckpoint | None = None,
+        accept_data_change: bool = False,
     ):
-        """`fresh`: clear an earlier run in the folder. `start_from`: for a run without a checkpoint of its own."""
+        """`fresh`: clear an earlier run in the folder. `start_from`: for a run without a checkpoint of its own.
+        `accept_data_change`: a run that resumes may read other data from there on."""
         check_method(config)
         check_files(config)
         self.config, self.folder, self.ranks = config, folder, ranks or ProcessGroup()
@@ -75,7 +78,7 @@ class Trainer:
         self.device = _set_up_process(config, self.ranks, folder)
         # Data, and what is derived from it
         self.data, batches = _open_data(config)
-        self.loader = _build_loader(config, self.data, self.mesh)
+        self.loader = build_loader(config, self.data, self.mesh.data.rank, self.mesh.data.size)
         end_of_text = self.data.manifest.end_of_text
         self.routing = resolve_routing(config, self.data)
         check_agreement(self.ranks, config, self.routing, self.data.fingerprint)
@@ -91,7 +94,9 @@ class Trainer:
         self.callbacks = build_callbacks(config, self.mesh, self.engine, self.lookup, self.data, self.validation)
         # Where the run starts
         inputs = self.data, self.loader, self.routing, self.keys
-        self.checkpoints = RunCheckpoints(config, folder, self.mesh, self.optimizer, *inputs, lease, self._say)
+        self.checkpoints = RunCheckpoints(
+            config, folder, self.mesh, self.optimizer, *inputs, lease, self._say, accept_data_change
+        )
         resumed = None if fresh else self.checkpoints.resume()
         self.resumed, self.state = resumed is not None, resumed or TrainState()
         if start_from is not None and not self.resumed:
@@ -99,6 +104,9 @@ class Trainer:
         self.start = self.state.step
         # What it measures and reports
         self.metrics = self._open_folder(keys_summary) if self.ranks.first else None
+        if self.loader.change is not None:
+            self._record("data_change", self.start, **self.loader.change)
+            self._say(f"the data changes after step {self.start}, at position {self.loader.change['position']:,}")
         self.throughput = Throughput(config.train.steps, self.start)
         self.utilization = Utilization(config, self.ranks.size, self.device)
         self.trace = ProfilerTrace(config.train.profile_from, config.train.profile_steps, str(folder / TRACE))
@@ -230,7 +238,7 @@ class Trainer:
             complete=saved and complete,
             validation_loss=validation_loss,
             validation_perplexity=None if validation_loss is None else perplexity(validation_loss),
-            tokens=self.state.position * self.config.model.sequence_length,
+            tokens=self.loader.tokens_before(self.state.position),
             tokens_per_second=rate,
             skipped=self.state.skipped,
             rows_hit=hit,
@@ -323,32 +331,9 @@ def _set_up_process(config: Config, ranks: ProcessGroup, folder: Path) -> torch.
 
 def _open_data(config: Config) -> tuple[PreparedData, list[torch.Tensor]]:
     """(the training split, the batches of the validation)"""
-    source: dict[str, Any] = {"remote": config.data.remote, "cache": config.data.cache}
-    data = PreparedData.open(config.data.path, "train", cache_limit=config.data.cache_limit, **source)
-    if data.manifest.sequence_length is not None and not config.model.label_masking:
-        raise UserError(
-            f"model.label_masking = false, but '{data.folder}' is padded (prepared with --whole-documents), which "
-            f"would be trained on; set model.label_masking=true"
-        )
+    data = open_training_data(config)
+    validation = open_data(config, "validation", config.data.path, config.data.remote)
     batches = validation_batches(
-        PreparedData.open(config.data.path, "validation", **source),
-        config.model.sequence_length,
-        config.train.micro_batch,
-        config.train.validation_sequences,
+        validation, config.model.sequence_length, config.train.micro_batch, config.train.validation_sequences
     )
     return data, batches
-
-
-def _build_loader(config: Config, data: PreparedData, mesh: Mesh) -> Loader:
-    return Loader(
-        data,
-        sequence_length=config.model.sequence_length,
-        global_batch=config.train.global_batch,
-        micro_batch=config.train.micro_batch,
-        seed=config.train.seed,
-        weights=config.data.weights,
-        rank=mesh.data.rank,
-        ranks=mesh.data.size,
-        prefetch=config.data.prefetch,
-        vocabulary=config.model.vocabulary,
-    )

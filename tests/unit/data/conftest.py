@@ -8,7 +8,7 @@ import pytest
 from data_helpers import jsonl, make_texts, write_packed
 
 from xgram_dist.data.prepare import Outcome, Request, Source, prepare
-from xgram_dist.data.tokenizer import train_bpe
+from xgram_dist.data.train_bpe import train_bpe
 
 
 @pytest.fixture(scope="session")

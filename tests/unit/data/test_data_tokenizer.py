@@ -5,7 +5,8 @@ import pytest
 from data_helpers import SHARED_DATA, make_texts
 from tokenizers import Tokenizer as Library
 
-from xgram_dist.data.tokenizer import load_tokenizer, train_bpe
+from xgram_dist.data.tokenizer import load_tokenizer
+from xgram_dist.data.train_bpe import train_bpe
 from xgram_dist.errors import UserError
 
 QWEN3 = SHARED_DATA / "tokenizers" / "qwen3" / "tokenizer.json"

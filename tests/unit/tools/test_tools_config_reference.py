@@ -8,7 +8,7 @@ from pydantic import BaseModel
 from tools_helpers import ROOT, load_tool
 
 from xgram_dist.config import Config
-from xgram_dist.config.schema import SiteConfig
+from xgram_dist.config.schema import SiteConfig, StageConfig
 
 tool = load_tool("config_reference")
 
@@ -42,6 +42,7 @@ def test_the_page_is_up_to_date() -> None:
 
 def test_every_key_has_a_row_with_a_meaning() -> None:
     expected = leaves(Config) | {f"memory.sites.SITE.{name}" for name in SiteConfig.model_fields}
+    expected |= {f"data.stages[N].{name}" for name in StageConfig.model_fields}
     assert set(rows()) == expected
     for key, (kind, default, meaning) in rows().items():
         assert kind, key

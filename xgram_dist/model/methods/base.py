@@ -348,7 +348,10 @@ def check_files(config: Config) -> None:
     """The files that training reads; apart from `check_method`, so that a recipe can be planned without them."""
     if (config.data.path is None) == (config.data.remote is None):
         raise UserError("set exactly one of data.path (a folder of 'xgram-dist prepare') and data.remote (its address)")
-    files = {"data.path": (config.data.path, "xgram-dist prepare"), **method_of(config).input_files()}
+    stages = {
+        f"data.stages[{n}].path": (stage.path, "xgram-dist prepare") for n, stage in enumerate(config.data.stages)
+    }
+    files = {"data.path": (config.data.path, "xgram-dist prepare"), **stages, **method_of(config).input_files()}
     for key, (path, command) in files.items():
         if path is not None and not Path(path).exists():
             raise UserError(f"{key} = '{path}' does not exist; make it with '{command}' or set {key}=PATH")
