@@ -50,13 +50,13 @@ def test_counts_of_two_ranks_that_go_on_as_one(data: Path, tmp_path: Path, memor
     expected = expected_counts(data, reader, config.train.seed, 6)
     for number, of_view in enumerate(expected):
         name = f"tables.view-{number}.updates"
-        saved = reader.tensor(name)[reader.positions(reader.entry(name).row_ids)]
+        saved = reader.tensor(name)[reader.positions()]
         assert saved.tolist() == [of_view.get(row, 0) for row in range(len(saved))]
 
 
 def test_shares_are_of_all_rows_and_a_mean_over_views() -> None:
     first, second = torch.tensor([0, 1, 5, 9], dtype=torch.int32), torch.tensor([0, 0, 0, 9], dtype=torch.int32)
-    assert counted_update_shares([first, second], [0, 4, 9]) == pytest.approx({"0": 0.5, "4": 0.375, "9": 0.0})
+    assert counted_update_shares([first, second], 4, [0, 4, 9]) == pytest.approx({"0": 0.5, "4": 0.375, "9": 0.0})
 
 
 def test_counting_cannot_begin_in_the_middle(data: Path, tmp_path: Path) -> None:

@@ -81,6 +81,7 @@ def test_older_checkpoints_may_go(run: Path, capsys: pytest.CaptureFixture[str])
 def test_a_lost_run_extends_the_chain_that_it_resumes_from(
     data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(chain, "MAX_GROWTH", 100.0)
     config, folder = chained(data), tmp_path / "lost"
     run_until(config, folder, 5, monkeypatch)
     parts = len(Manifest.read(checkpoints_at(folder)[-1]).row_ids["tables.view-0"].parts or [1])

@@ -107,7 +107,7 @@ def test_nothing_leads_out_of_the_folder(data, newest, tmp_path, capfd, how):
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [
-        (lambda tree: tree.update(version=3), "has version 3, this release reads versions 1 and 2"),
+        (lambda tree: tree.update(version=5), "has version 5, this release reads versions 1 and 2 and 3 and 4"),
         (lambda tree: tree.update(format="other"), "is not the manifest of a checkpoint"),
         (lambda tree: tree["run"].pop("loader"), "is not a complete manifest"),
         (lambda tree: tree["run"].update(step="six"), "'step' has the invalid value 'six'"),
@@ -128,7 +128,7 @@ def test_a_manifest_that_is_not_ours_is_refused_in_one_sentence(newest, capsys, 
 
 
 def test_a_checkpoint_of_a_new_release_names_it(newest, capsys):
-    edit_manifest(newest, lambda tree: tree.update(version=3, written_by={"xgram-dist": "9.9"}))
+    edit_manifest(newest, lambda tree: tree.update(version=5, written_by={"xgram-dist": "9.9"}))
     assert main(["inspect", str(newest)]) == 1
     assert "'xgram-dist': '9.9'" in capsys.readouterr().err
     assert os.listdir(newest)

@@ -161,7 +161,7 @@ def _print_exchange(e: dict[str, Any]) -> None:
 def _print_touched_rows(run: TouchedEstimate) -> None:
     rows = [
         ["rows of a table", f"{run.rows:,}"],
-        ["rows touched at the end, expected", f"{run.touched:,.0f} ({100 * run.touched / run.rows:.2g} %)"],
+        ["rows touched at the end, expected", f"{run.touched:,.0f} ({100 * run.touched / run.rows:.3g} %)"],
     ]
     if run.record_bytes:
         rows += [

@@ -165,8 +165,10 @@ def test_a_full_disk_is_a_sentence_and_what_was_written_stays(small_disk):
 def test_a_disk_that_others_fill_is_a_sentence_not_a_crash(small_disk):
     storage = opened(small_disk, max_slots=2000)
     storage.ensure(100)
-    with contextlib.suppress(OSError):
-        (small_disk / "of somebody else").write_bytes(bytes(16 << 20))
+    with contextlib.suppress(OSError), (small_disk / "of somebody else").open("wb", buffering=0) as other:
+        while True:
+            other.write(bytes(4096))
+            os.fsync(other.fileno())
     with pytest.raises(UserError, match="needs 819,200 bytes"):
         storage.ensure(200)
     rows_of(storage, np.arange(100), 2.0)
