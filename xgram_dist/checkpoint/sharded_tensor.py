@@ -91,6 +91,8 @@ def training_state(
     rows, those that were written since the last checkpoint."""
     state = CheckpointState(backbone_state(engine, mesh))
     if tables is not None:
+        if not changed_rows:  # changed rows are verified as they are copied
+            tables.verify()
         table = table_state(tables, mesh, changed_rows=changed_rows)
         state.tensors |= table.tensors
         state.row_ids |= table.row_ids

@@ -633,6 +633,11 @@ class TableShards:
         for shard in self._touched():
             shard.mark_saved()
 
+    def verify(self) -> None:
+        """Raise if a record is damaged, before all of them are saved."""
+        for shard in self._touched():
+            shard.records.verify(torch.arange(shard.records.num_created))
+
     def _touched(self) -> Iterator[TouchedShard]:
         return (shard for shard in self._shards if isinstance(shard, TouchedShard))
 
