@@ -172,3 +172,12 @@ def int_scalar(arrays: Mapping[str, NDArray[Any]], name: str, path: str | Path) 
 def _check_length(array: NDArray[Any], name: str, path: str | Path, length: int | None) -> None:
     if length is not None and len(array) != length:
         raise UserError(f"{path}: '{name}' has {len(array):,} values; it must have {length:,}")
+
+
+def process_start(pid: int) -> str | None:
+    """Start time of a process; None if it is gone or a zombie. With the pid, it names one process of this boot."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
+    except (OSError, IndexError):
+        return None
+    return None if fields[0] in "ZX" else fields[19]

@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from xgram_dist.console import format_duration
 from xgram_dist.errors import UserError
+from xgram_dist.files import process_start
 
 FOLDER = "lease"
 HEARTBEAT_SECONDS = 5.0
@@ -63,7 +64,7 @@ def this_process() -> Holder:
         host=socket.gethostname(),
         machine=_machine(),
         pid=os.getpid(),
-        started=_started(os.getpid()) or "",
+        started=process_start(os.getpid()) or "",
         job=job,
         incarnation=incarnation,
         since=datetime.now(UTC).isoformat(sep=" ", timespec="seconds"),
@@ -89,15 +90,6 @@ def _machine() -> str:
         return f"{boot} {os.readlink('/proc/self/ns/pid')}"
     except OSError:
         return socket.gethostname()
-
-
-def _started(pid: int) -> str | None:
-    """Start time of a process; None if it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 class Lease:
@@ -243,7 +235,7 @@ def _is_over(holder: Holder, me: Holder) -> bool:
 def _is_gone(holder: Holder) -> bool:
     """Whether the process has ended. A killed process takes a moment to die, so a live one is polled for a while."""
     end = time.monotonic() + DYING_SECONDS
-    while _started(holder.pid) == holder.started:
+    while process_start(holder.pid) == holder.started:
         if time.monotonic() >= end:
             return False
         time.sleep(0.02)

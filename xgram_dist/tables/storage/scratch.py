@@ -26,6 +26,7 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 from xgram_dist.errors import UserError
+from xgram_dist.files import process_start
 
 RECORDS, OWNER, LOCK = ".records", ".owner.json", ".lock"
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "orangefs", "panfs")
@@ -60,19 +61,10 @@ def _this_process() -> Owner:
         boot,
         os.readlink("/proc/self/ns/pid"),
         pid,
-        _started(pid) or "",
+        process_start(pid) or "",
         " ".join(sys.argv)[:200],
         datetime.now(UTC).isoformat(sep=" ", timespec="seconds"),
     )
-
-
-def _started(pid: int) -> str | None:
-    """Start time of a process; None if it is gone or a zombie."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rsplit(")", 1)[1].split()
-    except (OSError, IndexError):
-        return None
-    return None if fields[0] in "ZX" else fields[19]
 
 
 def _is_over(owner: Owner, me: Owner) -> bool:
@@ -81,7 +73,7 @@ def _is_over(owner: Owner, me: Owner) -> bool:
         return False
     if owner.boot != me.boot:
         return True
-    return owner.processes == me.processes and _started(owner.pid) != owner.started
+    return owner.processes == me.processes and process_start(owner.pid) != owner.started
 
 
 class ScratchFile:
