@@ -12,7 +12,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from fake_device import FakeDevice
-from simulated_ranks import ReplayedGroup, draw_tokens, routing_of, simulate_plan
+from simulated_ranks import EqualReplicas, ReplayedGroup, draw_tokens, routing_of, simulate_plan
 from stub_cuda import Ledger, stub_torch_cuda
 from torch.utils._python_dispatch import _disable_current_modes
 
@@ -36,9 +36,13 @@ from xgram_dist.tables.exchange_messages import Wire
 from xgram_dist.tables.ngrams import Folding
 from xgram_dist.tables.optimizers.catchup_math import fit
 from xgram_dist.train.checkpointing import RunCheckpoints, TrainState
+from xgram_dist.train.due_work import DueWork
+from xgram_dist.train.finite import FiniteWatch
 from xgram_dist.train.prefetch import StepPrefetcher
 from xgram_dist.train.profiling import ProfilerTrace, Throughput, Utilization
 from xgram_dist.train.signals import StopRequest
+from xgram_dist.train.spikes import Spikes
+from xgram_dist.train.starts import StartClock, StartRecord
 from xgram_dist.train.step import JointOptimizer, StepResult
 from xgram_dist.train.trainer import Trainer
 
@@ -60,7 +64,7 @@ class PlannerArguments:
 
     def build(self, group: ProcessGroup) -> Any:
         assert self._arguments is not None
-        self._arguments.arguments |= {"group": group, "devices": (CPU, CPU)}
+        self._arguments.arguments |= {"group": group, "devices": (CPU, CPU), "replicas": None}
         return self._planner(*self._arguments.args, **self._arguments.kwargs)
 
 
@@ -85,11 +89,12 @@ class FakeRun:
             engine = build_engine(config, model, self.mesh, DEVICE)
             self.lookup = build_lookup(config, routing, DEVICE, self.mesh, keys)
             optimizer = JointOptimizer(config, engine, self.lookup, self.mesh)
-        data = self.mesh.data.size
+        data, rows = self.mesh.data.size, self.mesh.rows.size
         tokens = [draw_tokens(config, data, rank) for rank in range(data)]
         if isinstance(self.lookup, ShardedTables):
-            received = simulate_plan(planners.build, tokens) if data > 1 else []
-            self.lookup.planner.group = ReplayedGroup(0, data, received)
+            received = simulate_plan(planners.build, tokens[:rows]) if rows > 1 else []
+            self.lookup.planner.group = ReplayedGroup(0, rows, received)
+            self.lookup.planner.replicas = EqualReplicas(0, self.mesh.replicas.size)
         self.trainer = FakeTrainer(config, self.mesh, optimizer, self.lookup, SameBatch(tokens[0]))
 
     def _mesh(self, size: int) -> Mesh:
@@ -139,11 +144,17 @@ class FakeTrainer(Trainer):
         self.checkpoints = RunCheckpoints(
             config, folder, mesh, optimizer, unused, unused, None, None, None, say=lambda _: None
         )
-        self.state, self.start, self.metrics, self.callbacks = TrainState(), 0, None, []
+        self.state, self.start, self.metrics, self.resumed = TrainState(), 0, None, False
+        self.due_work = DueWork([], self.agreement, self._report_callback)
+        self.clock = StartClock()
+        self.start_record = StartRecord(None, self.clock, ["node"], 0)
         self.throughput = Throughput(config.train.steps)
         self.utilization = Utilization(config, mesh.world.size, DEVICE)
         self.trace = ProfilerTrace(0, 0, "")
         self.next_working = None
+        self.finite = FiniteWatch(self.engine.model, DEVICE) if config.train.check_finite == "layers" else None
+        self.suspect, self.done_again = None, None
+        self.spikes = Spikes(folder, unused, unused, self.agreement)
         self.batches = PlannedSteps(loader, lookup, steps=config.train.steps, ahead=True)
 
 
@@ -223,9 +234,9 @@ def _read_loss() -> Any:
 def _read_loss_in_loop() -> Any:
     check = Trainer._check_skipped
 
-    def reading(trainer: Trainer, step: int, result: StepResult) -> None:
+    def reading(trainer: Trainer, step: int, position: int, result: StepResult) -> None:
         float(result.loss)
-        check(trainer, step, result)
+        check(trainer, step, position, result)
 
     return mock.patch.object(Trainer, "_check_skipped", reading)
 

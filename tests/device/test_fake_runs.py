@@ -37,17 +37,27 @@ VARIANTS = {
     "stage 2, zero-copy rows, bf16 wire": (
         "0.73b/ple-1x.yaml",
         4,
-        ["parallel.zero_stage=2", "memory.wire=bf16", "memory.optimizer=catch_up"],
+        ["parallel.zero_stage=2", "memory.wire=bf16", "memory.rows_dtype=bf16", "memory.moments=bf16"],
     ),
     "stage 3, byte budget, dense": (
         "0.73b/xgram-1x-50.yaml",
         4,
         ["parallel.zero_stage=3", "memory.window=20MB", "memory.optimizer=dense"],
     ),
+    "replicas of the tables, catch-up": (
+        "0.73b/xgram-1x-50.yaml",
+        8,
+        ["memory.shard=2", "memory.optimizer=catch_up"],
+    ),
     "replicated, n-grams, lazy": (
         "0.73b/engram-1x.yaml",
         2,
         ["parallel.engine=replicated", "memory.optimizer=lazy", "memory.engram.rows=20000", "train.global_batch=8"],
+    ),
+    "every output checked": (
+        "0.73b/xgram-1x-50.yaml",
+        4,
+        ["parallel.engine=replicated", "train.check_finite=layers", "model.layers=1"],
     ),
 }
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from isolated import run_all_isolated
-from stub_cuda import reason_to_skip
+from stub_cuda import reason_to_skip, stops_the_host
 from twin_run import Case, run_twins
 
 pytestmark = pytest.mark.skipif(reason_to_skip() is not None, reason=str(reason_to_skip()))
@@ -19,6 +19,8 @@ TOLERANCE = {"fp32": 2e-5, "bf16": 0.1}
 one block and catches up current rows too; engines add gradients in their own order. The reference is fp32."""
 
 HSDP = {"engine": "hsdp"}
+STAGED = {"placement": "host", "rows": "touched"}
+"""Records in host memory, copied to the device for each step."""
 
 
 def zero(stage: int) -> dict[str, Any]:
@@ -30,6 +32,7 @@ CASES = {
         Case(),
         Case({"optimizer": "catch_up", "window": 1}),
         Case({"optimizer": "adagrad", "placement": "host"}),
+        Case({**STAGED, "optimizer": "catch_up"}),
         Case(engine=HSDP),
         *(Case(method=method) for method in ("ple", "retoken", "mort", "stem", "engram", "mole", "scone")),
     ],
@@ -38,6 +41,8 @@ CASES = {
         Case({"compression": 1.0, "optimizer": "catch_up"}),
         Case({"compression": 1.0, "wire": "bf16", "optimizer": "lazy"}),
         Case({"window": 1}, method="engram"),
+        Case({**STAGED, "window": 1}, method="engram"),
+        Case({**STAGED, "optimizer": "lazy", "compression": 1.0}, engine=zero(1)),
         Case({"optimizer": "catch_up"}, engine=HSDP),
         Case(engine=zero(1), precision="bf16"),
         Case({"optimizer": "catch_up"}, engine=zero(2)),
@@ -47,6 +52,7 @@ CASES = {
         Case({"wire": "bf16", "optimizer": "dense"}),
         Case({"placement": "host", "optimizer": "adagrad"}, tensor=2, engine=zero(1)),
         Case(engine={**HSDP, "replicate": 2}),
+        Case({"shard": 2, "optimizer": "catch_up"}),
     ],
 }
 
@@ -65,6 +71,20 @@ def test_five_steps_equal_those_of_the_cpu(size: int) -> None:
         for case, result in zip(CASES[size], found, strict=True):
             assert result["differs"] <= TOLERANCE[case.precision], f"rank {rank}: {case}"
             assert result["faults"] == {}, f"rank {rank}: {case}"
+
+
+def test_staged_records_do_not_stop_the_training_thread() -> None:
+    """Beside it the same tables without staging, whose gradients the host waits for."""
+
+    def stops(found: dict[str, Any]) -> list[Any]:
+        copies = [key for key in found["copies"] if stops_the_host(key[1])]
+        stopping = [*found["waits"], *copies]
+        return [key for key in stopping if key[0][0].startswith("tables/") and key[0][1] != "__init__"]
+
+    cases = [Case({**STAGED, "optimizer": "catch_up"}), Case({"placement": "host", "optimizer": "catch_up"})]
+    staged, unstaged = run(1, cases)[0]
+    assert stops(staged) == []
+    assert stops(unstaged) != []
 
 
 def test_defects_are_found() -> None:

@@ -55,6 +55,11 @@ class TwinTensor(Tensor):
         Tensor.data.__set__(self, other)  # type: ignore[attr-defined]
         self.host = other.host if isinstance(other, TwinTensor) else other
 
+    def set_(self, source: Tensor) -> Tensor:  # type: ignore[override]
+        """As fields of records become those of other records."""
+        self.data = source
+        return self
+
     def tolist(self) -> Any:
         self.twin.ledger.wait("reads numbers")
         return self.host.tolist()
@@ -134,10 +139,10 @@ class TwinDevice:
 
     @contextlib.contextmanager
     def entered(self) -> Iterator[None]:
-        self._on = True
+        was_on, self._on = self._on, True  # a thread enters while another one is within
         with _Mode(self), _Factories(self):
             yield
-        self._on = False
+        self._on = was_on
 
     # Operations
 

@@ -10,7 +10,7 @@ import method_models as methods
 import tiny_models as tiny
 import torch
 import torch.distributed as dist
-from stub_cuda import Ledger
+from staging_run import ThreadLedger, TwinThread
 from twin_device import StartedWork, TwinDevice, host_of
 
 import xgram_dist.engine.fsdp2 as fsdp2
@@ -21,6 +21,8 @@ from xgram_dist.parallel.mesh import build_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables import layout
 from xgram_dist.tables.exchange import shards_of
+from xgram_dist.tables.storage import staging
+from xgram_dist.tables.touched_shard import TouchedShard
 from xgram_dist.tables.working_set import WorkingSet
 from xgram_dist.train.step import JointOptimizer, StepResult, train_step
 
@@ -98,7 +100,16 @@ class Run:
 
     def state(self) -> State:
         """All rows, and what this rank holds of the weights."""
-        state = {("rows", str(number)): [Chunk((0, 0), shard.rows)] for number, shard in enumerate(self.shards)}
+        state = {}
+        for number, shard in enumerate(self.shards):
+            kept = shard.state_dict()
+            order_S = kept.row_ids.argsort()
+            if isinstance(shard, TouchedShard):  # staging also has the rows of the step that comes next
+                hit_S = host_of(kept.rows[f"view-{shard.slab.view}.hit"]).cpu().bool()
+                order_S = host_of(order_S).cpu()
+                order_S = order_S[hit_S[order_S]]
+            for name, columns in ((name, one) for name, one in kept.columns.items() if name.endswith(".rows")):
+                state[name, str(number)] = [Chunk((0, 0), host_of(columns)[host_of(order_S).cpu()])]
         for shard in self.engine.parameter_shards():
             state[shard.name, shard.kind] = shard.chunks
         return {name: [Chunk(at, host_of(part).detach().cpu()) for at, part in parts] for name, parts in state.items()}
@@ -125,7 +136,7 @@ def train(case: Case, device: torch.device, world: ProcessGroup) -> State:
 def run_twins(rank: int, size: int, port: int, cases: list[Case]) -> list[dict[str, Any]]:
     """For each case the largest relative difference from the CPU, and the ledger of the steps."""
     layout.MESSAGE_BYTES = 1  # a message for each layer, as in a model of full size
-    ledger = Ledger(phase="step")
+    ledger = ThreadLedger(phase="step")
     twin = TwinDevice(ledger)
     world = ProcessGroup()
     if size > 1:
@@ -136,7 +147,9 @@ def run_twins(rank: int, size: int, port: int, cases: list[Case]) -> list[dict[s
     for case in cases:
         expected = train(case.reference(), CPU, world)
         ledger.clear()
-        with DEFECTS[case.defect](), twin.entered():
+        # Operations of the thread that stages records reach the twins.
+        thread = mock.patch.object(staging, "ThreadPoolExecutor", side_effect=lambda *_: TwinThread(twin))
+        with DEFECTS[case.defect](), thread, twin.entered():
             values = train(case, DEVICE, world)
         found.append({"differs": largest_difference(values, expected), **ledger.of("step")})
     return found

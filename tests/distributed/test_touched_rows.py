@@ -18,10 +18,23 @@ def test_touched_rows_train_as_all_rows(case):
     touched.compare(case, every, some)
 
 
+def test_records_in_host_memory_are_staged_before_their_step(monkeypatch):
+    from xgram_dist.parallel.process_group import ProcessGroup
+    from xgram_dist.tables.staged_shard import StagedShard
+
+    drains, drain = [], StagedShard._drain
+    monkeypatch.setattr(StagedShard, "_drain", lambda shard: drains.append(drain(shard)))
+    touched.train(ProcessGroup(), "ple, host", "touched", STEPS)
+    sweeps, validated = STEPS // touched.HISTORY, STEPS // 3
+    # Around a validation and the step after it, around a sweep twice and the step after it, and no other step.
+    assert validated < len(drains) <= 2 * validated + 3 * sweeps < STEPS + validated
+
+
 @pytest.mark.parametrize(("size", "parallel"), [(2, {}), (4, {"tensor": 2})])
 def test_touched_rows_over_ranks_train_as_all_rows(size, parallel):
     cases = ["xgram, catch-up", "xgram, catch-up, windows", "engram", "engram, windows, overlap"]
-    cases += ["xgram, windows, disk", "engram, overlap, disk"]
+    cases += ["xgram, windows, disk", "engram, overlap, disk", "xgram, bf16"]
+    cases += ["xgram, catch-up, host", "xgram, windows, host", "engram, overlap, host"]
     every, some = (run_ranks(touched.run_cases, size, cases, rows, STEPS, parallel) for rows in ("all", "touched"))
     for number, case in enumerate(cases):
         for rank in range(size):

@@ -28,9 +28,17 @@ CASES = {
     "xgram, catch-up, disk": ("xgram", {"optimizer": "catch_up", "placement": "disk"}),
     "xgram, windows, disk": ("xgram", {"window": 1, "placement": "disk"}),
     "xgram, Adagrad, counted, disk": ("xgram", {"optimizer": "adagrad", "count_updates": True, "placement": "disk"}),
+    "xgram, catch-up, host": ("xgram", {"optimizer": "catch_up", "placement": "host"}),
+    "xgram, windows, host": ("xgram", {"optimizer": "catch_up", "window": 1, "placement": "host"}),
+    "xgram, Adagrad, counted, host": ("xgram", {"optimizer": "adagrad", "count_updates": True, "placement": "host"}),
+    "ple, host": ("ple", {"optimizer": "catch_up", "placement": "host", "window": 2, "wire": "bf16"}),
+    "engram, overlap, host": ("engram", {"optimizer": "catch_up", "overlap": True, "placement": "host"}),
     "engram, overlap, disk": ("engram", {"overlap": True, "placement": "disk"}),
     "xgram, Adagrad, counted": ("xgram", {"optimizer": "adagrad", "count_updates": True}),
     "xgram, bf16 wire": ("xgram", {"optimizer": "catch_up", "wire": "bf16"}),
+    "xgram, bf16": ("xgram", {"optimizer": "catch_up", "rows_dtype": "bf16", "moments": "bf16"}),
+    "xgram, bf16 rows, windows, disk": ("xgram", {"window": 1, "rows_dtype": "bf16", "placement": "disk"}),
+    "xgram, lazy, bf16 moments": ("xgram", {"optimizer": "lazy", "moments": "bf16"}),
     "ple": ("ple", {"optimizer": "catch_up", "count_updates": True}),
     "ple, lazy": ("ple", {"optimizer": "lazy", "window": 2}),
     "retoken": ("retoken", {"optimizer": "catch_up"}),
@@ -48,6 +56,8 @@ def case_config(case, rows, **parallel):
     if memory.get("placement") == "disk":  # all rows are kept in memory
         tier = {"placement": "host", "optimizer": memory.get("optimizer", "catch_up")}
         memory = {**memory, **(tier if rows == "all" else {"folder": tempfile.mkdtemp()})}
+    elif memory.get("placement") == "host" and rows == "touched":  # as on a GPU
+        memory = {**memory, "update": "device"}
     methods.MEMORY["xgram"] = HASHED
     methods.MEMORY["engram"]["engram"]["rows"] = 1500
     return methods.config(
@@ -130,6 +140,8 @@ def state_of(shard):
 
 def bytes_of(row):
     numbers = row.detach().contiguous()
+    if numbers.dtype == torch.bfloat16:
+        numbers = numbers.float()
     return (numbers.int() if numbers.dtype == torch.bool else numbers).numpy().tobytes()
 
 

@@ -80,14 +80,14 @@ def recommend(
     """Changes that make a step faster and fit the memory, the fastest first. They change no result but by rounding.
     `limit`: device bytes of a rank."""
     usable = USABLE_SHARE * (USUAL_DEVICE_BYTES if limit is None else limit)
-    now = plan_layout(config, axes, machine, traffic_of(axes.data)).time.one_by_one
+    now = plan_layout(config, axes, machine, traffic_of(axes.rows)).time.one_by_one
     found = []
     for keys in _faster_candidates(config):
         changed = _apply(config, keys)
         if changed is None:
             continue
         try:
-            layout = plan_layout(changed, axes, machine, traffic_of(axes.data))
+            layout = plan_layout(changed, axes, machine, traffic_of(axes.rows))
         except UserError:
             continue
         if layout.device_bytes <= usable and layout.time.one_by_one < (1 - MIN_SPEEDUP) * now:
@@ -122,6 +122,8 @@ def _candidates(config: Config) -> list[Keys]:
     if table_layout(config).tables:
         candidates += [{"memory.window": 1}, {"memory.wire": "bf16"}, {"memory.placement": "host"}]
         candidates += [{"memory.optimizer": kind} for kind in ("catch_up", "adagrad")]
+        if config.memory.placement != "device":
+            candidates.append({"memory.update": "host"})
     if parallel.engine == "deepspeed":
         candidates += [{"parallel.zero_stage": 2}] if parallel.zero_stage < 2 else []
         candidates += [{"parallel.zero_stage": 3, "train.compile": False}] if parallel.zero_stage < 3 else []
@@ -154,7 +156,7 @@ def _device_bytes(config: Config, ranks: int, traffic_of: Callable[[int], Traffi
     try:
         axes = Axes.of(config, ranks)
         accumulation(config, axes.data)  # before the costly traffic of so many ranks
-        return plan_layout(config, axes, Machine(), traffic_of(axes.data)).device_bytes
+        return plan_layout(config, axes, Machine(), traffic_of(axes.rows)).device_bytes
     except UserError:
         return None
 

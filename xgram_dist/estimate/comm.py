@@ -2,6 +2,7 @@
 
     world = data x tensor        tensor is the inner axis
     data  = replicate x shard    shard is the inner one; without replicas it is the whole data axis
+    data  = replicas x rows        of the tables; rows is the inner one; without replicas it is the whole data axis
 
 A message's bytes are those that leave a rank in a step; as many enter it. Reductions and gathers count as ring
 algorithms: each rank forwards all chunks but one. All-to-alls count what goes to other ranks. `engines.py` has the
@@ -13,11 +14,12 @@ from typing import Any, Literal
 
 from xgram_dist.config.schema import Config
 from xgram_dist.config.validate import check_degrees
+from xgram_dist.errors import UserError
 from xgram_dist.model.methods.base import method_of
 from xgram_dist.parallel.device import DTYPES
 from xgram_dist.tables.layout import RESIDUAL_SITES
 
-Axis = Literal["world", "data", "tensor", "replicate", "shard"]
+Axis = Literal["world", "data", "tensor", "replicate", "shard", "replicas", "rows"]
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 
 FP32 = 4
@@ -29,7 +31,11 @@ TABLE_MESSAGES = (
     "residual-site vectors",
     "residual-site gradients",
     "row-gate gradients",
+    "touched rows of replicas",
+    "gradients of replicas",
 )
+NODE_RANKS = 8
+"""Ranks of a node, for `memory.shard=node` before a run has nodes."""
 
 
 def compute_bytes(config: Config) -> int:
@@ -44,11 +50,26 @@ class Axes:
     data: int
     tensor: int = 1
     replicate: int = 1
+    replicas: int = 1
 
     @staticmethod
     def of(config: Config, ranks: int) -> "Axes":
         check_degrees(config, ranks)
-        return Axes(ranks // config.parallel.tensor, config.parallel.tensor, config.parallel.replicate)
+        tensor, shard = config.parallel.tensor, config.memory.shard
+        data = ranks // tensor
+        rows = (
+            {"world": data, "node": max(1, min(ranks, NODE_RANKS) // tensor)}[shard]
+            if isinstance(shard, str)
+            else shard
+        )
+        if data % rows:
+            raise UserError(f"memory.shard = node: {ranks} ranks are not whole nodes of {NODE_RANKS}; change --ranks")
+        return Axes(data, tensor, config.parallel.replicate, data // rows)
+
+    @property
+    def rows(self) -> int:
+        """Ranks that hold the tables once."""
+        return self.data // self.replicas
 
     @property
     def shard(self) -> int:
@@ -59,12 +80,13 @@ class Axes:
         return self.data * self.tensor
 
     def size(self, axis: Axis) -> int:
-        sizes = {"world": self.world, "shard": self.shard, **asdict(self)}
+        sizes = {"world": self.world, "shard": self.shard, "rows": self.rows, **asdict(self)}
         return int(sizes[axis])
 
     def span(self, axis: Axis) -> int:
         """Consecutive ranks that contain a process group of the axis. A span within a node uses the node's links."""
-        return {"tensor": self.tensor, "shard": self.shard * self.tensor}.get(axis, self.world)
+        spans = {"tensor": self.tensor, "shard": self.shard * self.tensor, "rows": self.rows * self.tensor}
+        return spans.get(axis, self.world)
 
 
 @dataclass(frozen=True)

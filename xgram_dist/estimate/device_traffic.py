@@ -92,7 +92,9 @@ def _head(config: Config, axes: Axes, tokens: float) -> Part:
 def _blocks(config: Config, axes: Axes, tokens: float) -> Part:
     """Activation checkpointing repeats the forward pass."""
     model, train = config.model, config.train
-    forward = 2 * model.layers * model.width * model.sequence_length  # attention over half the sequence on average
+    forward = (
+        2 * model.layers * model.attention_width * model.sequence_length
+    )  # attention over half the sequence on average
     passes = 4 if train.activation_checkpointing else 3
     matmul = block_flops_per_token(config) - forward
     if method_of(config).elementwise:
@@ -137,5 +139,5 @@ def exchange_bytes(config: Config, axes: Axes, hit_rows: float, vectors: float) 
     layout = table_layout(config, axes.tensor)
     rows, tokens = EXCHANGE_GATED if layout.hashed else EXCHANGE_PLAIN
     tokens += 2 * config.memory.routing.paths if layout.hashed else 0
-    remote = EXCHANGE_REMOTE * (1 - 1 / axes.data)
+    remote = EXCHANGE_REMOTE * (1 - 1 / axes.rows)
     return FP32 * layout.width * (rows * hit_rows + (tokens + remote) * vectors)

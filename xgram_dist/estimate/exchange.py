@@ -99,14 +99,20 @@ def default_ranks(config: Config) -> int:
 
 
 def plan_exchange(
-    config: Config, frequencies: NDArray[Any], routing: Routing | None, ranks: int, host_bandwidth: float
+    config: Config,
+    frequencies: NDArray[Any],
+    routing: Routing | None,
+    ranks: int,
+    host_bandwidth: float,
+    replicas: int = 1,
 ) -> ExchangeEstimate:
-    """`ranks`: of the data axis. `host_bandwidth`: from host to device, in GB/s. The recipe must have tables."""
+    """`ranks`: of the data axis. `host_bandwidth`: from host to device, in GB/s. `replicas`: of the tables. The recipe
+    must have tables."""
     micro_batches = accumulation(config, ranks)
     per_micro_batch = config.train.micro_batch * config.model.sequence_length
     slabs = table_layout(config, config.parallel.tensor).slabs
     num_rows, slab_widths = slabs[0].rows, np.array([slab.width for slab in slabs])
-    sharding = plan_row_sharding(routing, num_rows, ranks)
+    sharding = plan_row_sharding(routing, num_rows, ranks // replicas)
     owners = _owners_by_slab(config, routing, sharding)
     draw_of = lru_cache(lambda count: TokenDraw(frequencies, count * per_micro_batch))
     step, micro = draw_of(micro_batches), draw_of(1)
@@ -115,11 +121,11 @@ def plan_exchange(
     vectors = np.array([sum(o.vectors(window.seen) for window in windows) for o in owners])
     step_vectors = sum(o.vectors(step.seen) for o in owners)
     balance = _balance(sharding.policy, owners, step)
-    remote_vectors = (1 - 1 / ranks) * vectors
+    remote_vectors = (1 - replicas / ranks) * vectors
     remote_tokens = np.array([sum(o.remote_tokens(window.seen) for window in windows) for o in owners])
     distinct_rows = np.array([_distinct_rows(step, routing, slab) for slab in slabs])
     fetched_rows = np.array([sum(_distinct_rows(window, routing, slab) for window in windows) for slab in slabs])
-    rows_held = np.bincount(sharding.owner, minlength=ranks)
+    rows_held = np.bincount(sharding.owner, minlength=sharding.ranks)
     row_bytes = (sum(slab.width for slab in slabs) + num_row_gates(config)) * FP32
     prefetch = _bytes_by_type(fetched_rows @ slab_widths)
     return ExchangeEstimate(
@@ -140,7 +146,7 @@ def plan_exchange(
         wire_bytes=_bytes_by_type(remote_vectors @ slab_widths),
         lower_bound_bytes=_bytes_by_type(remote_tokens @ slab_widths),
         wire_over_lower_bound=(
-            float(remote_vectors @ slab_widths) / float(remote_tokens @ slab_widths) if ranks > 1 else None
+            float(remote_vectors @ slab_widths) / float(remote_tokens @ slab_widths) if sharding.ranks > 1 else None
         ),
         id_bytes=float(remote_vectors.sum()) * ID_BYTES,
         table_bytes={

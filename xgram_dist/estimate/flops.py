@@ -41,7 +41,7 @@ def plan_budget(config: Config) -> Budget:
     method_parameters = numel(shapes.method)
     vanilla = parameter_shapes(config.model_copy(update={"memory": MemoryConfig(method="vanilla")}))
     weights = sum(numel(matrices(unit)) for unit in (*vanilla.blocks, vanilla.head))
-    backbone_flops = 2 * weights + 2 * model.layers * model.width * model.sequence_length
+    backbone_flops = 2 * weights + 2 * model.layers * model.attention_width * model.sequence_length
     extra_flops = method.extra_flops_per_token()
     tokens = config.train.global_batch * model.sequence_length
     return Budget(

@@ -8,7 +8,7 @@ exchange vectors once a window, with the backbone under DeepSpeed's stage 1, or 
 """
 
 import contextlib
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from xgram_dist.config.schema import Config
@@ -70,6 +70,7 @@ class LayoutEstimate:
             "tensor": self.axes.tensor,
             "replicate": self.axes.replicate,
             "shard": self.axes.shard,
+            "replicas": self.axes.replicas,
             "micro_batches": self.micro_batches,
             "table_optimizer": None if tables is None else tables.optimizer,
             "windows": None if tables is None else tables.window_sizes,
@@ -107,11 +108,12 @@ def plan_layout(
     # An update on the host receives gradients in fp32 and returns weights in bf16.
     host_device_bytes = (FP32 + BF16) * engine.updated_parameters if engine.update_on_host else 0.0
     if tables is not None:
-        updates["tables"] = (tables.update_bytes, config.memory.placement != "device")
+        updates["tables"] = (tables.update_bytes, tables.updated_on_host)
         host_device_bytes += tables.host_device_bytes
     compute = plan_compute_parts(config, axes, micro_batches, distinct_tokens)
     exchanged = tables.exchange_bytes if tables else 0.0
-    time = step_time(config, axes, machine, messages, compute, updates, exchanged, host_device_bytes)
+    staged = tables.staged_bytes if tables else 0.0
+    time = step_time(config, axes, machine, messages, compute, updates, exchanged, host_device_bytes, staged)
     return LayoutEstimate(
         name, axes, micro_batches, merge_allocations(allocations), merge_messages(messages), time, tables
     )
@@ -124,6 +126,21 @@ def _scalar_messages(axes: Axes) -> list[Message]:
 
 
 # Layouts for comparison
+
+
+def compare_update_places(
+    config: Config, axes: Axes, machine: Machine, traffic: Traffic | None
+) -> dict[str, LayoutEstimate] | None:
+    """With touched rows in host memory or on disk updated on the `device`, and on the `host`; None where there is no
+    choice."""
+    tables = plan_layout(config, axes, machine, traffic).tables
+    if tables is None or not tables.run.kept or config.memory.placement == "device":
+        return None
+    layouts = {}
+    for place in ("device", "host"):
+        memory = config.memory.model_copy(update={"update": place, "rows": "touched"})
+        layouts[place] = plan_layout(config.model_copy(update={"memory": memory}), axes, machine, traffic, place)
+    return layouts
 
 
 def compare_layouts(config: Config, axes: Axes, machine: Machine, traffic: Traffic | None) -> list[LayoutEstimate]:
@@ -139,7 +156,8 @@ def compare_layouts(config: Config, axes: Axes, machine: Machine, traffic: Traff
         layouts.append(paper_layout(config, axes.world, machine))
     for name, keys in engines.items():
         changed = config.model_copy(update={"parallel": config.parallel.model_copy(update={"offload": False, **keys})})
-        layouts.append(plan_layout(changed, Axes(axes.data, axes.tensor, keys["replicate"]), machine, traffic, name))
+        changed_axes = replace(axes, replicate=keys["replicate"])
+        layouts.append(plan_layout(changed, changed_axes, machine, traffic, name))
     return layouts
 
 

@@ -82,18 +82,19 @@ def block_activation_bytes(config: Config, layer: int, tensor: int) -> float:
     """Of a token, in one block."""
     model, size = config.model, compute_bytes(config)
     width, kv, inner = model.width, site_width(config, "v"), model.ffn_width
+    query = model.attention_width
     sequence_ranks = tensor if config.parallel.sequence_parallel else 1
     norm_scales = 4 + model.heads / tensor
     sites = method_of(config).activation_numbers(layer, tensor)
     if config.train.compile:
         # Outputs of the two norms, for the whole sequence; the residual stream at both; q and k before and after their
         # norms, v and the output of attention; three of the feed-forward.
-        computed = 2 * width + 2 * width / sequence_ranks + (3 * width + 3 * kv + 3 * inner) / tensor
+        computed = 2 * width + 2 * width / sequence_ranks + (3 * query + 3 * kv + 3 * inner) / tensor
         return size * computed + FP32 * (norm_scales + sites)
     # Outputs of the two norms; q, k, v and the output of attention; the feed-forward's gate, its SiLU, its up
     # projection, their product. Input and normalised input of each norm: two of the block's width, those of q and of k.
-    computed = 2 * width + (2 * width + 2 * kv + 4 * inner) / tensor
-    normed = 4 * width / sequence_ranks + 2 * (width + kv) / tensor
+    computed = 2 * width + (2 * query + 2 * kv + 4 * inner) / tensor
+    normed = 4 * width / sequence_ranks + (0 if model.qk_norm == "none" else 2 * (query + kv) / tensor)
     return size * computed + FP32 * (normed + norm_scales + sites)
 
 

@@ -9,6 +9,7 @@ from xgram_dist.estimate.advice import Advice, Recommendation
 from xgram_dist.estimate.flops import Budget
 from xgram_dist.estimate.layout import LayoutEstimate
 from xgram_dist.estimate.memory import Phase
+from xgram_dist.estimate.replicas import ShardChoice
 from xgram_dist.estimate.step_time import PUBLIC_MFU, Machine
 from xgram_dist.estimate.touched_rows import TouchedEstimate
 from xgram_dist.parallel.device import MAX_PLANNING_THREADS
@@ -37,6 +38,7 @@ ALLOCATION_LABELS = {
     "row_gates": "tables: row gates",
     "table_optimizer": "tables: optimizer state",
     "row_gate_optimizer": "tables: optimizer state of the gates",
+    "staging": "tables: records of a step, on their way",
     "hit_rows": "tables: copies of the rows a step hits",
     "working_set": "working set: vectors, gradients",
     "activations": "activations",
@@ -70,6 +72,8 @@ class Report:
     exchange: dict[str, Any] | None
     """The figures of the exchange, with the files they come from; None: not known."""
     notes: list[str]
+    update_places: dict[str, LayoutEstimate] | None = None
+    """Touched rows in host memory or on disk, updated on the `device` and on the `host`; None: there is no choice."""
 
     @property
     def fits(self) -> bool | None:
@@ -83,11 +87,21 @@ class Report:
             "exchange": self.exchange,
             "machine": self.machine.as_dict(),
             "layout": self.layout.as_dict(),
+            "table_update": self._update_places(),
             "memory_per_rank": self.memory_limit,
             "fits": self.fits,
             "advice": [one.as_dict() for one in self.advice],
             "recommendations": [one.as_dict() for one in self.recommendations],
             "layouts": [layout.as_dict() for layout in self.alternatives],
+        }
+
+    def _update_places(self) -> dict[str, Any] | None:
+        if self.update_places is None or self.layout.tables is None:
+            return None
+        return {
+            "on": "host" if self.layout.tables.updated_on_host else "device",
+            "seconds": {place: layout.time.overlapped for place, layout in self.update_places.items()},
+            "device_bytes": {place: layout.device_bytes for place, layout in self.update_places.items()},
         }
 
     def print(self) -> None:
@@ -104,6 +118,9 @@ class Report:
         _print_messages(self.layout, self.machine)
         print()
         _print_time(self.layout, self.machine)
+        places = self._update_places()
+        if places is not None:
+            _print_update_places(places)
         print()
         _print_recommendations(self.recommendations)
         _print_alternatives(self.alternatives)
@@ -272,6 +289,15 @@ def _print_time(layout: LayoutEstimate, machine: Machine) -> None:
     )
 
 
+def _print_update_places(places: dict[str, Any]) -> None:
+    ways = {"device": "on the device, to which their records are copied and back", "host": "by the CPU, where they lie"}
+    faster = min(ways, key=lambda place: places["seconds"][place])
+    print(f"touched rows (memory.update) are updated {ways[places['on']]}")
+    for place in ways:
+        seconds, size = format_seconds(places["seconds"][place]), format_bytes(places["device_bytes"][place])
+        print(f"  {place}: {seconds} a step, {size} of device memory{', the faster one' if place == faster else ''}")
+
+
 def _print_recommendations(recommendations: list[Recommendation]) -> None:
     if not recommendations:
         return
@@ -300,6 +326,25 @@ def _print_alternatives(layouts: list[LayoutEstimate]) -> None:
             for layout in layouts
         ],
     )
+
+
+def print_shard_choices(choices: list[ShardChoice], limited: bool) -> None:
+    header = ["ranks", "memory.shard", "replicas", "within nodes", "between nodes", "wire", "memory a rank", ""]
+    rows = [
+        [
+            f"{one.ranks:,}",
+            "world" if one.replicas == 1 else f"{one.shard:,}",
+            f"{one.replicas:,}",
+            format_bytes(one.within_bytes),
+            format_bytes(one.between_bytes),
+            format_seconds(one.seconds),
+            format_bytes(one.device_bytes),
+            "does not fit" if not one.fits else "<- fastest" + (" that fits" if limited else "") if one.picked else "",
+        ]
+        for one in choices
+    ]
+    print_table(header, rows)
+    print("\nBytes of the tables that a rank sends in a step, and their time on the wire, without overlap.")
 
 
 def print_recipe_table(recipes: list[dict[str, Any]]) -> None:

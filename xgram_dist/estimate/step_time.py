@@ -2,8 +2,9 @@
 
 Matrix products run at a share of the device's peak, attention at a share of that; everything else is bytes over memory
 bandwidth (`device_traffic.py`). Wire: bytes over bandwidth, without latency; process groups within a node use its
-links. Updates in host memory take the host's bandwidth. `one_by_one` is the sum of all; `overlapped` takes the larger
-of compute and wire, as if all communication were hidden behind compute. A run lies between the two.
+links. Rows that are staged cross between host and device. Updates in host memory take the host's bandwidth.
+`one_by_one` is the sum of all; `overlapped` takes the largest of compute, wire and staging, as if communication were
+hidden behind compute. A run lies between the two.
 """
 
 from collections.abc import Mapping
@@ -120,9 +121,11 @@ def step_time(
     updates: Mapping[str, tuple[float, bool]],
     exchange_bytes: float,
     host_device_bytes: float,
+    staged_bytes: float = 0.0,
 ) -> StepTime:
     """`updates`: for `backbone` and `tables`, the bytes that an update reads and writes, and whether in host memory.
-    `exchange_bytes`: of device memory, by fetch and return."""
+    `exchange_bytes`: of device memory, by fetch and return. `staged_bytes`: moved between host and device while others
+    compute."""
     peak, memory_speed = machine.flops * TERA, machine.memory_bandwidth * GIGA
     matmul_speed = peak * machine.utilisation
     parts = [
@@ -143,16 +146,18 @@ def step_time(
     }
     on_host = sum(update[name] for name, (_, host) in updates.items() if host)
     host = host_device_bytes / GIGA / machine.host_bandwidth
-    exchange = exchange_bytes / memory_speed
+    exchange, staging = exchange_bytes / memory_speed, staged_bytes / GIGA / machine.host_bandwidth
     parts += [
         PartTime("exchange", 0.0, exchange, tables_wire),
         PartTime("backbone collectives", 0.0, 0.0, total_wire - tables_wire),
         PartTime("update", 0.0, sum(update.values()) - on_host, 0.0, on_host + host),
+        PartTime("staging of table rows", 0.0, 0.0, 0.0, staging),
     ]
     not_overlapped = sum(update.values()) + host + exchange
-    one_by_one, overlapped = compute + total_wire + not_overlapped, max(compute, total_wire) + not_overlapped
+    one_by_one = compute + total_wire + staging + not_overlapped
+    overlapped = max(compute, total_wire, staging) + not_overlapped
     model_flops = model_step_flops(config, axes)
-    scores = 3 * 2 * config.model.layers * config.model.width * config.model.sequence_length
+    scores = 3 * 2 * config.model.layers * config.model.attention_width * config.model.sequence_length
     halved = scores * plan_budget(config).tokens_per_step / axes.world
     return StepTime(
         compute=compute,

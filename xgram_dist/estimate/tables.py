@@ -1,11 +1,14 @@
 """Tables on a rank: rows and optimizer state, the working set, the buffers and messages of the exchange.
 
-Expected counts (distinct tokens, vectors, rows hit in a step) come from `Traffic`. The exchange runs on the data axis:
-token ids to the owners, vectors back, gradients to the owners. On the tensor axis, vectors of residual sites are
+Expected counts (distinct tokens, vectors, rows hit in a step) come from `Traffic`. The exchange runs on the rows axis:
+token ids to the owners, vectors back, gradients to the owners. Where the tables have replicas, their owners tell each
+other which rows they touch, and sum the gradients of these. On the tensor axis, vectors of residual sites are
 all-gathered and gradients of row gates all-reduced.
 """
 
 from dataclasses import dataclass
+
+import torch
 
 from xgram_dist.config.schema import Config
 from xgram_dist.estimate.comm import FP32, Axes, Message, ring_message
@@ -24,7 +27,8 @@ from xgram_dist.tables.layout import (
     residual_gradients_are_partial,
 )
 from xgram_dist.tables.optimizers.base import BLOCK_BYTES
-from xgram_dist.tables.optimizers.build import choose_optimizer
+from xgram_dist.tables.optimizers.build import DTYPES, choose_optimizer, rounds_rows, stages_records
+from xgram_dist.tables.storage.staging import GROWTH
 
 STATE_PER_ELEMENT = {"dense": 3, "catch_up": 2, "lazy": 2}
 """Numbers beside each element of a table: two moments; dense keeps a gradient too. adagrad: one a row and table."""
@@ -36,6 +40,11 @@ UPDATE_COPIES = {"dense": 0, "catch_up": 5, "lazy": 4, "adagrad": 2}
 with one window it has another from fetch to update. On a CPU a copy is one block of BLOCK_BYTES."""
 HISTORY_BYTES = 1_200_000
 """catch_up: the past steps that each optimizer remembers, for adamw_catchup.HISTORY steps."""
+
+GPU = torch.device("cuda")
+"""The device that is planned for."""
+STEPS_ON_DEVICE = 2
+"""Staged records: those of a step, and those of the next one."""
 
 PLANNING_SECONDS = {"key": 11e-9, "vector": 25e-9}
 """Of a core: for each key of a position, and for each vector that a rank requests. Measured with `bench planning`."""
@@ -52,8 +61,12 @@ class TableEstimate:
     """Read and written by the update of this rank's rows."""
     exchange_bytes: float
     """Read and written in device memory by fetch and return."""
+    updated_on_host: bool
     host_device_bytes: float
-    """Moved between host and device in a step; 0 unless rows are in host memory."""
+    """Vectors and gradients moved between host and device in a step, if rows are read and updated in host memory."""
+    staged_bytes: float
+    """Records moved between host and device in a step, while others compute, if rows in host memory are read and
+    updated on the device."""
     window_sizes: list[int]
     """Micro-batches of each window."""
     distinct_tokens: float
@@ -77,25 +90,34 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
     rows = traffic.rows_held * (run.touched / run.rows if run.kept else 1.0)
     width, gates = sum(slab.width for slab in slabs), num_row_gates(config)
     host = config.memory.placement != "device"
+    staged = run.kept and stages_records(config, optimizer, GPU)
+    on_host = host and not staged
+    staged_bytes = hit_rows * run.record_bytes if staged else 0.0
     slab_elements = [count * slab.width for count, slab in zip(largest_vectors, slabs, strict=True)]
-    in_place = reads_in_place(config, same_device=not host)
+    in_place = reads_in_place(config, same_device=not on_host, replicas=axes.replicas)
     one_owner = max(largest_vectors) <= distinct * (1 + 1e-9)  # each token has one owner
     vectors_held = distinct
     if in_place:  # rows of this rank that any rank reads, and vectors from the others
-        vectors_held = hit_rows + (1 - 1 / axes.data) * distinct
+        vectors_held = hit_rows + (1 - 1 / axes.rows) * distinct
     counters = INT32 * len(slabs) if config.memory.count_updates else 0
     allocations = [
         # with global row ids, hit flags, counters of updates
-        Allocation("tables", FP32 * rows * width + rows * (INT64 + len(slabs) + counters), host=host),
+        Allocation(
+            "tables",
+            _item_bytes(config.memory.rows_dtype) * rows * width + rows * (INT64 + len(slabs) + counters),
+            host=host,
+        ),
         Allocation("row_slots", run.slot_bytes if run.kept else 0.0, host=True),
         Allocation("row_gates", FP32 * rows * gates, host=host),
-        *_optimizer_allocations(config, optimizer, rows, hit_rows, len(window_sizes), axes.tensor, in_place),
+        *_optimizer_allocations(config, optimizer, rows, hit_rows, len(window_sizes), axes, in_place, on_host),
+        Allocation("staging", STEPS_ON_DEVICE * staged_bytes),
+        Allocation("staging", 2 * GROWTH * staged_bytes, host=True),  # a pinned buffer each way
         Allocation("working_set", 2 * FP32 * vectors_held * _working_set_width(config, axes.tensor)),
         Allocation("working_set", 2 * FP32 * vectors_held * _gathered_columns_width(config, axes.tensor)),
         Allocation(
-            "exchange_buffers", _return_bytes(config, axes.data, slab_elements, one_owner, in_place), "exchange"
+            "exchange_buffers", _return_bytes(config, axes.rows, slab_elements, one_owner, in_place), "exchange"
         ),
-        Allocation("hit_gradients", FP32 * hit_rows * (width + gates), "exchange", host),
+        Allocation("hit_gradients", FP32 * hit_rows * (width + gates), "exchange", on_host),
     ]
     vectors = [sum(of_slab[s] for _, of_slab in seen) for s in range(len(slabs))]
     elements = sum(count * slab.width for count, slab in zip(vectors, slabs, strict=True))
@@ -105,11 +127,14 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
         allocations=allocations,
         messages=[
             *_exchange_messages(config, axes, sum(vectors), elements),
+            *_replicas_messages(config, axes, traffic, micro_batches * per_micro_batch),
             *_tensor_messages(config, axes, traffic, [count * per_micro_batch for count in window_sizes]),
         ],
         update_bytes=FP32 * UPDATE_PASSES[optimizer] * (rows if optimizer == "dense" else hit_rows) * (width + gates),
         exchange_bytes=exchange_bytes(config, axes, hit_rows, sum(distinct for distinct, _ in seen)),
-        host_device_bytes=2 * FP32 * elements if host else 0.0,
+        updated_on_host=on_host,
+        host_device_bytes=2 * FP32 * elements if on_host else 0.0,
+        staged_bytes=2 * staged_bytes,
         window_sizes=window_sizes,
         distinct_tokens=distinct,
         planning_cpu_seconds=_planning_cpu_seconds(config, micro_batches * per_micro_batch, sum(vectors)),
@@ -125,27 +150,47 @@ def _planning_cpu_seconds(config: Config, tokens: int, vectors: float) -> float:
 # Memory
 
 
+def _item_bytes(stored: str) -> int:
+    """Of a number of this type."""
+    return DTYPES[stored].itemsize
+
+
 def _optimizer_allocations(
-    config: Config, optimizer: str, rows: float, hit_rows: float, windows: int, tensor: int, in_place: bool
+    config: Config,
+    optimizer: str,
+    rows: float,
+    hit_rows: float,
+    windows: int,
+    axes: Axes,
+    in_place: bool,
+    on_host: bool,
 ) -> list[Allocation]:
-    slabs, gates, host = table_layout(config, tensor).slabs, num_row_gates(config), config.memory.placement != "device"
+    """`on_host`: rows are updated there."""
+    slabs, gates, host = (
+        table_layout(config, axes.tensor).slabs,
+        num_row_gates(config),
+        config.memory.placement != "device",
+    )
     width, optimizers = sum(slab.width for slab in slabs), len(slabs) * (2 if gates else 1)
     if optimizer == "adagrad":
         state, gate_state = FP32 * rows * len(table_layout(config).tables), FP32 * rows * gates
     else:
         per_element = STATE_PER_ELEMENT[optimizer]
-        state, gate_state = per_element * FP32 * rows * width, per_element * FP32 * rows * gates
+        state = per_element * _item_bytes(config.memory.moments) * rows * width
+        gate_state = per_element * FP32 * rows * gates
+        if rounds_rows(config):
+            state += INT32 * rows * len(slabs)  # a key of each row
     hit_bytes, copies = FP32 * hit_rows * (width + gates), UPDATE_COPIES[optimizer]
     copy_bytes = 0.0
     if optimizer == "catch_up":
         state += (2 * FP32 * rows + HISTORY_BYTES) * optimizers
         copies += 1 if windows > 1 else -1 if config.train.compile else 0
-        copy_bytes += hit_bytes if windows == 1 and not in_place else 0
-    copy_bytes += copies * (BLOCK_BYTES * optimizers if host else hit_bytes)
+        copy_bytes += hit_bytes if windows == axes.replicas == 1 and not in_place else 0
+    copy_bytes += copies * (BLOCK_BYTES * optimizers if on_host else hit_bytes)
     return [
         Allocation("table_optimizer", state, host=host),
         Allocation("row_gate_optimizer", gate_state, host=host),
-        Allocation("hit_rows", copy_bytes, host=host),
+        Allocation("hit_rows", copy_bytes, host=on_host),
     ]
 
 
@@ -183,14 +228,29 @@ def _return_bytes(config: Config, ranks: int, slab_elements: list[float], one_ow
 
 
 def _exchange_messages(config: Config, axes: Axes, vectors: float, elements: float) -> list[Message]:
-    """On the data axis; local rows do not travel."""
-    remote, wire = (axes.data - 1) / axes.data, WIRE_BYTES[config.memory.wire]
+    """On the rows axis; local rows do not travel."""
+    remote, wire = (axes.rows - 1) / axes.rows, WIRE_BYTES[config.memory.wire]
     return [
         Message(
-            "token ids", "all-to-all", "data", axes.data, id_bytes(table_layout(config).num_rows) * vectors * remote
+            "token ids", "all-to-all", "rows", axes.rows, id_bytes(table_layout(config).num_rows) * vectors * remote
         ),
-        Message("table vectors", "all-to-all", "data", axes.data, wire * elements * remote),
-        Message("table gradients", "all-to-all", "data", axes.data, wire * elements * remote),
+        Message("table vectors", "all-to-all", "rows", axes.rows, wire * elements * remote),
+        Message("table gradients", "all-to-all", "rows", axes.rows, wire * elements * remote),
+    ]
+
+
+def _replicas_messages(config: Config, axes: Axes, traffic: Traffic, tokens: int) -> list[Message]:
+    """`tokens`: of a rank's step."""
+    if axes.replicas == 1:
+        return []
+    slabs = table_layout(config, axes.tensor).slabs
+    width = sum(slab.width for slab in slabs) + num_row_gates(config)
+    touched = traffic.touched_share(tokens * axes.rows) * traffic.rows_held
+    ids = id_bytes(traffic.rows_held) * touched * len(slabs) * (axes.replicas - 1)
+    hit_rows = traffic.touched_share(tokens * axes.data) * traffic.rows_held
+    return [
+        Message("touched rows of replicas", "all-to-all", "replicas", axes.replicas, ids),
+        ring_message("gradients of replicas", "all-reduce", "replicas", axes, FP32 * hit_rows * width),
     ]
 
 

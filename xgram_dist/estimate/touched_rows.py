@@ -14,6 +14,7 @@ from xgram_dist.estimate.memory import INT64
 from xgram_dist.estimate.traffic import Traffic
 from xgram_dist.model.methods.base import table_layout
 from xgram_dist.tables.optimizers.build import TableOptimizerSettings, keeps_touched_rows
+from xgram_dist.tables.optimizers.rounding import KEY
 from xgram_dist.tables.records import record_width
 
 SLOT_BYTES = 24
@@ -55,7 +56,7 @@ def plan_touched_rows(config: Config, axes: Axes, optimizer: str, traffic: Traff
         for slab in layout.slabs:
             fields = settings.record_fields(slab.width, len(slab.tables), gated=gated, counted=counted)
             record_bytes += FP32 * record_width(fields)
-            saved_bytes += FP32 * sum(field.width for field in fields) + INT64  # and the row's number
+            saved_bytes += sum(field.nbytes for field in fields if not field.name.endswith(KEY)) + INT64  # the row's id
     touched_of_rank = share * traffic.rows_held
     return TouchedEstimate(
         kept=keeps_touched_rows(config, layout.num_rows, optimizer),

@@ -1,4 +1,4 @@
-"""The exchange: tables row-sharded over the data axis, all-to-alls each way around a window of tokens.
+"""The exchange: tables row-sharded over a mesh axis, all-to-alls each way around a window of tokens.
 
     plan    (exchange_plan.py) who owns the rows of the distinct tokens; in a thread, ahead of time
     fetch   each owner combines its rows into one vector a token and sends it            all-to-all
@@ -24,10 +24,16 @@ from xgram_dist.tables.exchange_messages import ShardedWorkingSet, SlabExchange,
 from xgram_dist.tables.exchange_plan import ExchangePlanner, Window, WindowRule
 from xgram_dist.tables.layout import TableLayout, plan_layer_groups, reads_in_place, residual_gradients_are_partial
 from xgram_dist.tables.ngrams import NgramKeys
-from xgram_dist.tables.optimizers.build import ALL_ROWS, TableOptimizerSettings, choose_optimizer, keeps_touched_rows
+from xgram_dist.tables.optimizers.build import (
+    ALL_ROWS,
+    TableOptimizerSettings,
+    choose_optimizer,
+    keeps_touched_rows,
+    stages_records,
+)
 from xgram_dist.tables.routing import Routing
 from xgram_dist.tables.row_sharding import plan_row_sharding
-from xgram_dist.tables.shard import TableShards
+from xgram_dist.tables.table_shards import TableShards
 from xgram_dist.tables.working_set import Lookup, WorkingSet
 
 
@@ -48,46 +54,56 @@ class ShardedTables:
         are tokens. `optimizer`: the kind (optimizers/build.py); by default what the recipe says."""
         mesh = mesh or single_mesh()
         vocabulary = config.model.vocabulary
-        self.data_group = mesh.data
+        self._ranks = mesh.rows
         slabs, num_rows = layout.divide(mesh.tensor.size).slabs, layout.num_rows
-        sharding = plan_row_sharding(routing, num_rows, self.data_group.size)
-        shard_device = device if config.memory.placement == "device" else torch.device("cpu")
+        sharding = plan_row_sharding(routing, num_rows, mesh.rows.size)
         wire_dtype = torch.bfloat16 if config.memory.wire == "bf16" else None
-        self._wire = Wire(mesh.exchange, mesh.tensor, device, wire_dtype, residual_gradients_are_partial(config))
-        self.overlap = config.memory.overlap and self.data_group.size > 1
-        self._groups = plan_layer_groups(config, layout, self.data_group.size)
+        partial = residual_gradients_are_partial(config)
+        self._wire = Wire(mesh.exchange, mesh.tensor, device, wire_dtype, partial, mesh.data.size)
+        self.overlap = config.memory.overlap and mesh.rows.size > 1
+        self._groups = plan_layer_groups(config, layout, mesh.rows.size)
         """The layers of each message."""
         # Of a table that is kept by touched rows, a step hits few.
         kind = optimizer or choose_optimizer(config, None if num_rows <= ALL_ROWS else 0.0)
         settings = TableOptimizerSettings.of(config, routing, num_rows, kind)
         touched = keeps_touched_rows(config, num_rows, kind)
-        self.shards = TableShards(config, slabs, routing, shard_device, sharding, mesh, settings, touched=touched)
+        kept_on = device if config.memory.placement == "device" else torch.device("cpu")
+        staged_on = device if touched and stages_records(config, kind, device) else None
+        shard_device = staged_on or kept_on
+        self.shards = TableShards(
+            config, slabs, routing, kept_on, sharding, mesh, settings, touched=touched, staged_on=staged_on
+        )
         self.planner = ExchangePlanner(
             routing,
             slabs,
             sharding,
             vocabulary if keys_of is None else num_rows,
             WindowRule.of(config, layout.width),
-            self.data_group.host,
+            mesh.rows.host,
             (device, shard_device),
             keys_of,
-            zero_copy=reads_in_place(config, same_device=shard_device == device),
+            zero_copy=reads_in_place(config, same_device=shard_device == device, replicas=mesh.replicas.size),
             slots=self.shards.slot_sources,
+            replicas=mesh.replicas.host,
         )
         self._thread = ThreadPoolExecutor(1, "plan", begin_planning_thread, (device,))
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
-        return self._thread.submit(self._plan, tokens, whole)
+        windows = self._thread.submit(self._plan, tokens, whole)
+        if not whole:
+            for number, shard in enumerate(self.shards):
+                shard.stage_ahead(windows, number)
+        return windows
 
     def _plan(self, tokens: Tensor, whole: bool) -> list[Window]:
-        with self.data_group.phases("plan"):
+        with self._ranks.phases("plan"):
             return self.planner.plan(tokens, whole=whole)
 
     @torch.no_grad()
     def fetch(self, window: Window, *, training: bool = True) -> ShardedWorkingSet:
         """The all-to-all of rows: remote vectors first, local ones while they travel."""
         num_groups, slabs = len(self._groups), list[SlabExchange]()
-        with self.data_group.phases("fetch"):
+        with self._ranks.phases("fetch"):
             for group in range(num_groups):
                 for number, (shard, plan) in enumerate(zip(self.shards, window.slabs, strict=True)):
                     if group == 0:  # the first message leaves before the next slab is gathered
@@ -95,14 +111,12 @@ class ShardedTables:
                     slabs[number].send_vectors(group)
             for slab in slabs:
                 slab.gather_local()
-        return ShardedWorkingSet(
-            window, slabs, num_groups, self.data_group.phases, training=training, overlap=self.overlap
-        )
+        return ShardedWorkingSet(window, slabs, num_groups, self._ranks.phases, training=training, overlap=self.overlap)
 
     def give_back(self, working: WorkingSet) -> None:
         """The all-to-all of gradients. Owners add them to the gradient of the step's rows."""
         assert isinstance(working, ShardedWorkingSet)
-        with self.data_group.phases("return"):
+        with self._ranks.phases("return"):
             working.end_return()
 
     def close(self) -> None:

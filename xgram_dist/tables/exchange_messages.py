@@ -63,10 +63,12 @@ class Wire:
     """None: that of the rows."""
     partial_gradients: bool
     """Whether gradients at residual sites are terms of a sum over the tensor axis."""
+    num_ranks: int
+    """Over which gradients are averaged: those of `group`, and of the other replicas of the tables."""
 
-    def empty(self, count: int, rows: Tensor) -> Tensor:
+    def empty(self, count: int, shard: Shard) -> Tensor:
         """Memory for vectors of a slab, in the type in which they travel."""
-        return torch.empty(count, rows.shape[1], dtype=self.dtype or rows.dtype, device=self.device)
+        return torch.empty(count, shard.rows.shape[1], dtype=self.dtype or shard.dtype, device=self.device)
 
     def convert(self, vectors: Tensor) -> Tensor:
         """As they are sent."""
@@ -109,11 +111,11 @@ class SlabExchange:
         self.tables = [[table for table in shard.slab.tables if table.layer in layers] for layers in groups]
         """Of each group."""
         self._columns = shard.slab.columns()
-        self._vectors_PW = wire.empty(plan.num_local + wire.num_remote(plan.requested), shard.rows)
+        self._vectors_PW = wire.empty(plan.num_local + wire.num_remote(plan.requested), shard)
         self._rows = shard.begin(plan, self._vectors_PW[: plan.num_local], training=training)
         self._gathered_QW = self._rows.gather_remote()
         self._messages: list[Message] = []
-        like = torch.empty(0, dtype=shard.rows.dtype, device=wire.device)
+        like = torch.empty(0, dtype=shard.dtype, device=wire.device)
         self._gradient = SlabGradient(num_vectors, shard.rows.shape[1], like)
         self.whole_leaf: Tensor | None = None
         """With one group: all vectors [U, W], which may be used as one leaf instead of a leaf a table."""
@@ -141,7 +143,7 @@ class SlabExchange:
             return {}
         self._messages[group].wait()
         columns = self.group_columns(group)
-        part_UW = self._plan.combination.combine(self._vectors_PW[:, columns].to(self._shard.rows.dtype))
+        part_UW = self._plan.combination.combine(self._vectors_PW[:, columns].to(self._shard.dtype))
         if len(self.tables) == 1:
             self.whole_leaf = part_UW.detach()
         found = {}
@@ -182,7 +184,7 @@ class SlabExchange:
             self._returned_QW = wire.convert(local_PW[:copied])
             return
         if self._returned_QW is None:
-            self._returned_QW = wire.empty(copied + wire.num_remote(plan.served), self._shard.rows)
+            self._returned_QW = wire.empty(copied + wire.num_remote(plan.served), self._shard)
         target = self._returned_QW[copied:, columns]
         self._messages.append(wire.send(target, remote_PW, plan.requested, plan.served))
         self._returned_QW[:copied, columns].copy_(local_PW[:copied])
@@ -197,9 +199,9 @@ class SlabExchange:
         shard, plan = self._shard, self._plan
         assert shard.step is not None, "give_back without fetch"
         assert self._returned_QW is not None
-        returned_QW, self._returned_QW = self._returned_QW.to(shard.rows.device, shard.rows.dtype), None
+        returned_QW, self._returned_QW = self._returned_QW.to(shard.rows.device, shard.dtype), None
         local_RW = self._gradient_columns(slice(None))[: plan.num_local]
-        shard.step.add_gradient(plan, returned_QW, local_RW, self._wire.group.size)
+        shard.step.add_gradient(plan, returned_QW, local_RW, self._wire.num_ranks)
 
     def _gradient_columns(self, columns: slice) -> Tensor:
         """[U, columns]"""

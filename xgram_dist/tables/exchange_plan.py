@@ -8,10 +8,11 @@ step):
     counts    number of vectors requested from each owner                                      1 all-to-all, integers
     ids       the keys requested from each owner                                               1 small all-to-all
     read      the rows an owner reads for them (touched_rows.py)                               local
+    unite     the rows of a step in all replicas of the tables, if there are several             2 small all-to-alls
     upload    index tensors to the device                                                      local
 
-Both all-to-alls run on the data axis's host group. With a byte budget, the ranks first agree on the windows: one small
-all-reduce a window. Local work is divided among threads.
+All-to-alls run on host groups: of the ranks that hold the tables together, and of those that hold the same rows. With a
+byte budget, the ranks first agree on the windows: one small all-reduce a window. Local work is divided among threads.
 
 A token whose rows have several owners is requested from each; the requester sums the partial vectors in that order.
 Keys are token ids, or hashed n-gram ids (several keys a position, each a global row); the rest is the same.
@@ -60,10 +61,10 @@ from xgram_dist.tables.touched_rows import MAX_INT32, Dedup, Integers, RowRanges
 
 @dataclass(frozen=True)
 class PartOfStep:
-    """The window is one of several of its optimizer step."""
+    """The window is one of several of its optimizer step, or one replica of the tables of several reads it."""
 
     step_rows: Tensor
-    """Distinct local rows that the whole step touches."""
+    """Distinct local rows that the whole step touches, in all replicas; ascending."""
     index_R: Tensor
     """Index of the window's rows among them."""
 
@@ -87,6 +88,9 @@ class SlabPlan:
     """Distinct tokens with a row on another rank: no exchange can move fewer vectors."""
     num_slots: int = 0
     """Where shards keep touched rows only, so that local rows are slots: how many there are with this plan's."""
+    staged_slots: Integers | None = None
+    """Where the records of a step are staged: the slots of the step, ascending, in host memory. Plans then name their
+    positions instead of slots."""
 
 
 @dataclass(frozen=True)
@@ -195,6 +199,9 @@ class LocalReads:
 class SlotSource(Protocol):
     """A shard that keeps touched rows only."""
 
+    staged: bool
+    """Whether the records of a step are copied before it (storage/staging.py)."""
+
     @property
     def num_slots(self) -> int: ...
 
@@ -217,11 +224,13 @@ class ExchangePlanner:
         keys_of: NgramKeys | None = None,
         zero_copy: bool = False,
         slots: list[SlotSource] | None = None,
+        replicas: ProcessGroup | None = None,
     ):
-        """`group`: the data axis's host group. `devices`: of the working set, and of the rows. `keys_of`: the keys of
+        """`group`: the host group of the ranks that hold the tables together; `replicas`: of those that hold the same
+        rows. `devices`: of the working set, and of the rows. `keys_of`: the keys of
         each position; without it, the token itself. `zero_copy`: local rows are read in place. `slots`: the shards,
         where they keep touched rows only: plans then name slots instead of local rows."""
-        self.group, self.rule = group, rule
+        self.group, self.replicas, self.rule = group, replicas or ProcessGroup(), rule
         self._order = OwnerOrder(group)
         self.device, self.shard_device = devices
         self.access_lists = [
@@ -246,7 +255,8 @@ class ExchangePlanner:
         """The windows of these tokens. `whole`: one window, whatever the rule."""
         slices, requests = self.request(tokens, whole=whole)
         served, wanted = self.exchange_ids(requests)
-        return self.upload(slices, requests, served, self.read(wanted))
+        reads = self.read(wanted)
+        return self.upload(slices, requests, served, reads, self.unite(reads))
 
     def close(self) -> None:
         self._pool.close()
@@ -303,31 +313,60 @@ class ExchangePlanner:
         touched = touch_rows(lists.rows[entry_N], num_local_accesses, self._dedup_rows)
         return LocalReads(touched, counts_Q, lists.coefficients[entry_N])
 
+    def unite(self, reads: list[list[LocalReads]]) -> list[Integers] | None:
+        """For each slab, the distinct rows that the step touches in any replica of the tables; None: there is one."""
+        replicas = self.replicas
+        if replicas.size == 1:
+            return None
+        slabs = range(len(self.access_lists))
+        own = [
+            self._dedup_rows.distinct(np.concatenate([of_slab[s].touched.rows_R for of_slab in reads])) for s in slabs
+        ]
+        counts = torch.tensor([[len(rows_R) for rows_R in own]] * replicas.size)
+        received_counts, work = replicas.all_to_all(counts, [1] * replicas.size, [1] * replicas.size)
+        sent = np.concatenate(own).astype(np.int32 if self._num_rows <= MAX_INT32 else np.int64)
+        work.wait()
+        from_replica = received_counts.numpy()  # [replica, slab]
+        received, work = replicas.all_to_all(
+            torch.from_numpy(np.tile(sent, replicas.size)),
+            [len(sent)] * replicas.size,
+            from_replica.sum(axis=1).tolist(),
+        )
+        work.wait()
+        pieces = np.split(received.numpy(), np.cumsum(from_replica.reshape(-1))[:-1])
+        return [self._dedup_rows.distinct(np.concatenate(pieces[s :: len(slabs)])) for s in slabs]
+
     def upload(
         self,
         slices: list[slice],
         requests: list[WindowRequest],
         served: Integers,
         reads: list[list[LocalReads]],
+        united: list[Integers] | None = None,
     ) -> list[Window]:
-        """The windows, with their index tensors on the device."""
+        """The windows, with their index tensors on the device. `united`: as `unite` has found."""
         slabs, rank = range(len(self.access_lists)), self.group.rank
-        parts = [self._parts_of_step(s, [of_slab[s].touched for of_slab in reads]) for s in slabs]
+        named = [
+            self._name_rows(s, [of_slab[s].touched for of_slab in reads], None if united is None else united[s])
+            for s in slabs
+        ]
         windows = []
         for w, (micro_batches, request) in enumerate(zip(slices, requests, strict=True)):
             plans = []
             for s, slab in enumerate(request.slabs):
                 num_local, touched = int(slab.counts[rank]), reads[w][s].touched
+                names, parts, staged_slots = named[s]
                 plans.append(
                     SlabPlan(
                         requested=slab.counts.tolist(),
                         served=served[w, s].tolist(),
                         num_local=len(touched.rows_R) if self._zero_copy else num_local,
                         combination=slab.combination,
-                        accesses=self._accesses(s, reads[w][s], num_local),
-                        part=parts[s][w],
+                        accesses=self._accesses(reads[w][s], names[w], num_local),
+                        part=parts[w],
                         num_remote_tokens=slab.num_remote_tokens,
                         num_slots=0 if self._slots is None else self._slots[s].num_slots,
+                        staged_slots=staged_slots,
                     )
                 )
             index, keys_of_rows = request.index, request.keys_U
@@ -337,15 +376,11 @@ class ExchangePlanner:
             windows.append(Window(micro_batches, index.slots(self.device), len(request.keys_U), plans, keys_of_rows))
         return windows
 
-    def _accesses(self, slab: int, reads: LocalReads, num_local: int) -> Accesses:
-        touched = replace(reads.touched, rows_R=self._row_names(slab, reads.touched.rows_R))
+    def _accesses(self, reads: LocalReads, names_R: Integers, num_local: int) -> Accesses:
+        touched = replace(reads.touched, rows_R=names_R)
         if self._zero_copy:
             return build_zero_copy_accesses(touched, self.shard_device)
         return build_gathered_accesses(touched, reads.counts_Q, reads.coefficients_N, num_local, self.shard_device)
-
-    def _row_names(self, slab: int, rows_R: Integers) -> Integers:
-        """What the shard calls these local rows."""
-        return rows_R if self._slots is None else self._slots[slab].slots_of(rows_R)
 
     def _zero_copy_slots(self, keys_U: Integers, touched: TouchedRows) -> tuple[Integers, Integers]:
         """(where the vector of each distinct key lies in a working set that begins with the touched rows; its keys)."""
@@ -354,12 +389,26 @@ class ExchangePlanner:
         global_R = touched.rows_R.astype(np.int64) * self.group.size + self.group.rank
         return slot_U, np.concatenate((global_R, keys_U[num_local:]))
 
-    def _parts_of_step(self, slab: int, windows: list[TouchedRows]) -> list[PartOfStep] | list[None]:
-        """For each window, its share of the rows that the step touches."""
-        if len(windows) == 1:
-            return [None]
+    def _name_rows(
+        self, slab: int, windows: list[TouchedRows], united: Integers | None
+    ) -> tuple[list[Integers], list[PartOfStep] | list[None], Integers | None]:
+        """What the shard calls the rows of each window; each window's share of the rows that the step touches; the
+        slots of the step, if they are staged."""
         rows = [touched.rows_R for touched in windows]
-        distinct, index = self._dedup_rows(np.concatenate(rows))
-        step_rows = index_to_device(self._row_names(slab, distinct), self.shard_device)
+        distinct, index = (rows[0], None) if len(rows) == 1 else self._dedup_rows(np.concatenate(rows))
+        if united is not None:
+            every = np.concatenate(rows)
+            distinct, index = united, self._dedup_rows.translate(united, np.arange(len(united), dtype=np.int32), every)
+        names, staged_slots = distinct, None
+        if self._slots is not None:
+            names = self._slots[slab].slots_of(distinct)
+            if self._slots[slab].staged:
+                order = np.argsort(names)
+                staged_slots, names = names[order], np.empty_like(names)
+                names[order] = np.arange(len(order))
+        if index is None:
+            return [names], [None], staged_slots
         indices = np.split(index, np.cumsum([len(rows_R) for rows_R in rows])[:-1])
-        return [PartOfStep(step_rows, index_to_device(index_R, self.shard_device)) for index_R in indices]
+        step_rows = index_to_device(names, self.shard_device)
+        parts = [PartOfStep(step_rows, index_to_device(index_R, self.shard_device)) for index_R in indices]
+        return [names[index_R] for index_R in indices], parts, staged_slots

@@ -10,6 +10,11 @@ import math
 import torch
 from torch import Tensor
 
+from xgram_dist.config import Config
+from xgram_dist.tables.layout import Slab
+
+INIT_ELEMENTS = 1 << 20
+"""Elements initialised at a time; bounds the temporary memory."""
 CUT = 3.0
 """Standard deviations at which the normal is truncated."""
 
@@ -35,9 +40,14 @@ def stream_key(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little", signed=True)
 
 
+def hash_numbers(numbers: Tensor, key: Tensor | int) -> Tensor:
+    """int64, of int64: different streams of bits for different keys."""
+    return _mix(numbers * _STEP + key)
+
+
 def initial_rows(rows: Tensor, width: int, std: float, seed: int, name: str, first_column: int = 0) -> Tensor:
     """Truncated normal vectors [len(rows), width] in fp32 for the given global row numbers (int64)."""
-    row_key = _mix(rows.to(torch.int64)[:, None] * _STEP + stream_key(seed, name))
+    row_key = hash_numbers(rows.to(torch.int64)[:, None], stream_key(seed, name))
     column = first_column + torch.arange(1, width + 1, device=rows.device, dtype=torch.int64)[None, :]
     bits = _shift_right(_mix(row_key + column * _STEP), 40)  # 24 bits: exact in fp32
     uniform = (bits.float() + 0.5) / (1 << 24)
@@ -45,3 +55,29 @@ def initial_rows(rows: Tensor, width: int, std: float, seed: int, name: str, fir
     low = 0.5 * (1 + math.erf(-CUT / math.sqrt(2)))
     centred = 2 * (low + uniform * (1 - 2 * low)) - 1
     return (torch.erfinv(centred) * math.sqrt(2)).clamp_(-CUT, CUT) * std
+
+
+class InitialValues:
+    """The values that rows and gates of a slab have before training."""
+
+    def __init__(self, config: Config, slab: Slab, tensor_rank: int):
+        self._slab, self._tensor_rank = slab, tensor_rank
+        self._std, self._seed, self._gate = config.model.init_std, config.train.seed, config.memory.row_gate_init
+
+    def fill_gates(self, gates_SJ: Tensor, row_ids_S: Tensor) -> None:
+        gates_SJ.fill_(self._gate)
+
+    def fill_rows(self, rows_SW: Tensor, row_ids_S: Tensor) -> None:
+        """`row_ids_S`: the global id of each row."""
+        for table in self._slab.tables:
+            columns = self._slab.columns()[table.name]
+            step = max(1, INIT_ELEMENTS // table.width)
+            for start in range(0, len(row_ids_S), step):
+                rows_SW[start : start + step, columns] = initial_rows(
+                    row_ids_S[start : start + step],
+                    table.width,
+                    self._std,
+                    self._seed,
+                    table.name,
+                    self._tensor_rank * table.width,
+                )

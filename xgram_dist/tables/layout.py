@@ -25,9 +25,13 @@ class Table:
     view: int
     width: int
     """Columns that are held here."""
+    label: str | None = None
+    """A name given by the user of the tables; by default it follows from layer, site and view."""
 
     @property
     def name(self) -> str:
+        if self.label is not None:
+            return self.label
         return f"layers.{'all' if self.layer == ALL_LAYERS else self.layer}.{self.site}.{self.view}"
 
 
@@ -127,7 +131,7 @@ def plan_layer_groups(config: Config, layout: TableLayout, ranks: int) -> list[l
 def site_width(config: Config, site: str) -> int:
     """Columns of a table: the residual stream's at residual sites, otherwise those of all key/value heads."""
     model = config.model
-    return model.width if site in RESIDUAL_SITES else model.width // model.heads * model.kv_heads
+    return model.width if site in RESIDUAL_SITES else model.width_of_head * model.kv_heads
 
 
 def routing_settings(config: Config) -> RoutingSettings:
@@ -151,9 +155,11 @@ def residual_gradients_are_partial(config: Config) -> bool:
     return config.parallel.sequence_parallel and config.parallel.tensor > 1
 
 
-def reads_in_place(config: Config, same_device: bool) -> bool:
+def reads_in_place(config: Config, same_device: bool, replicas: int = 1) -> bool:
     """Whether local rows are read without a copy: a vector is a single row, of the working set's type and device.
 
-    The working set then also holds the rows that other ranks read here, so a window of limited size copies instead."""
+    The working set then also holds the rows that other ranks read here, so a window of limited size copies instead.
+    So do `replicas`: gradients have the rows of all of them."""
     memory = config.memory
-    return memory.compression == 1 and memory.wire == "fp32" and memory.window == "step" and same_device
+    plain = memory.compression == 1 and memory.wire == "fp32" and memory.window == "step"
+    return plain and same_device and replicas == 1

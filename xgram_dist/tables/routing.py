@@ -23,6 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from xgram_dist.errors import UserError
+from xgram_dist.untrusted import shown
 
 MAX_ROWS = 2**31 - 1
 """Rows are stored as int32."""
@@ -55,7 +56,7 @@ class RoutingSettings:
             wanted: tuple[type, ...] = (int,) if field.type is int else (int, float)
             if isinstance(value, bool) or not isinstance(value, wanted):
                 kind = "a whole number" if field.type is int else "a number"
-                raise UserError(f"routing {field.name} is {value!r}; it must be {kind}")
+                raise UserError(f"routing {field.name} is {shown(value)}; it must be {kind}")
         _at_least("vip", self.vip, 0)
         _at_least("buckets", self.buckets, 1)
         _at_least("copies", self.copies, 0)

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from xgram_dist.errors import UserError
 from xgram_dist.files import Arrays, float_array, int_array, int_scalar, read_npz, write_npz
 from xgram_dist.tables.routing import FORMAT, MAX_ROWS, OUTSIDE, VERSION, Routing, RoutingSettings, View, region_of_rows
+from xgram_dist.untrusted import shown
 
 FILE_KIND = "a routing file (`xgram-dist route` makes one)"
 COEFFICIENT_TOLERANCE = 1e-3
@@ -89,14 +90,14 @@ def _read_config(arrays: Arrays, path: str | Path) -> tuple[dict[str, Any], Rout
     if not isinstance(config, dict) or config.get("format") != FORMAT:
         raise UserError(f"{path} is not {FILE_KIND}: its 'config' is not that of a routing")
     if config.get("version") != VERSION:
-        raise UserError(f"{path}: routing version is {config.get('version')!r}; this program reads {VERSION}")
+        raise UserError(f"{path}: routing version is {shown(config.get('version'))}; this program reads {VERSION}")
     wanted = {"vocabulary": int, "views": int, "gated": bool, "source": str, "settings": dict}
     for name, kind in wanted.items():
         if type(config.get(name)) is not kind:
-            raise UserError(f"{path}: config '{name}' is {config.get(name)!r}; it must be of type {kind.__name__}")
+            raise UserError(f"{path}: config '{name}' is {shown(config.get(name))}; it must be of type {kind.__name__}")
     for name in ("vocabulary", "views"):
         if not 1 <= config[name] <= MAX_ROWS:
-            raise UserError(f"{path}: config '{name}' is {config[name]}; it must be from 1 to {MAX_ROWS:,}")
+            raise UserError(f"{path}: config '{name}' is {shown(config[name])}; it must be from 1 to {MAX_ROWS:,}")
     # Every view has three arrays: a number of views that the file cannot hold is not worth listing.
     if config["views"] > len(arrays):
         raise UserError(f"{path}: config 'views' is {config['views']}, but the file has {len(arrays)} arrays")

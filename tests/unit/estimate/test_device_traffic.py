@@ -50,7 +50,7 @@ def parts_of(settings, rows=0):
 
 def count_block(settings, backward=True):
     block, length = Block(method_of(settings), 0), settings.model.sequence_length
-    rotary = rotary_cos_sin(length, settings.model.width // settings.model.heads, 1e4)
+    rotary = rotary_cos_sin(settings.model, length)
     names = [name for name, _ in block.named_parameters()]
 
     def run(x, gradient, parameters):

@@ -427,8 +427,8 @@ def test_vanilla_has_no_exchange(folder, capsys):
     [
         (["--ranks", "3"], "train.global_batch = 32 is not a whole multiple of train.micro_batch = 4 x 3 ranks"),
         (["--ranks", "16"], "train.global_batch = 32 is not a whole multiple of train.micro_batch = 4 x 16 ranks"),
-        (["--ranks", "0"], "--ranks 0 is not at least 1"),
-        (["--ranks", "-2"], "--ranks -2 is not at least 1"),
+        (["--ranks", "0"], "--ranks 0 is not from 1 to 16384"),
+        (["--ranks", "-2"], "--ranks -2 is not from 1 to 16384"),
         (["--bandwidth", "0"], "--bandwidth 0 is not a number of GB/s above 0"),
         (["--bandwidth", "nan"], "--bandwidth nan is not a number of GB/s above 0"),
         (["--frequencies", "gone.npz"], "there is no file gone.npz; give the path of a frequency file"),

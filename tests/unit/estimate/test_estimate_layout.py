@@ -21,7 +21,7 @@ from xgram_dist.estimate.advice import advise, recommend
 from xgram_dist.estimate.comm import Axes, Message, merge_messages, ring_bytes, ring_message
 from xgram_dist.estimate.device_traffic import plan_compute_parts
 from xgram_dist.estimate.flops import block_flops_per_token, plan_budget
-from xgram_dist.estimate.layout import compare_layouts, group_size, paper_layout, plan_layout
+from xgram_dist.estimate.layout import compare_layouts, compare_update_places, group_size, paper_layout, plan_layout
 from xgram_dist.estimate.memory import Allocation, block_activation_bytes, peak_bytes, plan_activations
 from xgram_dist.estimate.shapes import parameter_shapes, shard_numel
 from xgram_dist.estimate.step_time import Machine, model_step_flops
@@ -265,6 +265,46 @@ def test_table_optimizers_and_places():
     assert layout.time.host > 0
 
 
+def test_touched_rows_are_staged_on_the_device_or_updated_on_the_host():
+    """All tokens are equally frequent, so that counts are known."""
+    words = ["memory.placement=host", "memory.rows=touched", "memory.optimizer=catch_up"]
+    frequencies = np.ones(151_936)
+    device, host = (planned(recipe(*words, f"memory.update={place}"), 16, frequencies) for place in ("device", "host"))
+    tokens = recipe().train.global_batch * recipe().model.sequence_length
+    step_bytes = (1 - (1 - 1 / 151_936) ** tokens) * 151_936 / 16 * device.tables.run.record_bytes
+    assert sizes(device)["staging"] == pytest.approx(2 * step_bytes, rel=1e-3), (
+        "the records of a step and of the next one"
+    )
+    assert sizes(device, host=True)["staging"] == pytest.approx(2 * 1.25 * step_bytes, rel=1e-3), (
+        "a pinned buffer each way"
+    )
+    assert "staging" not in sizes(host) | sizes(host, host=True)
+    assert sizes(device, host=True)["tables"] == sizes(host, host=True)["tables"]
+    assert "hit_rows" in sizes(device)
+    assert "hit_rows" in sizes(host, host=True)
+    staged = {part.name: part for part in device.time.parts}["staging of table rows"]
+    assert staged.host == pytest.approx(2 * step_bytes / 25e9, rel=1e-3)
+    updates = {name: {p.name: p for p in one.time.parts}["update"] for name, one in (("d", device), ("h", host))}
+    assert updates["d"].host == 0 < updates["h"].host
+    auto = planned(recipe(*words), 16, frequencies)
+    assert not auto.tables.updated_on_host
+    kept = planned(recipe("memory.placement=host"), 16, frequencies)
+    assert kept.tables.updated_on_host, "rows that are all kept are updated where they lie"
+
+
+def test_the_places_of_the_update_are_compared():
+    words = ["memory.placement=host", "memory.optimizer=catch_up"]
+    config = recipe(*words, "memory.rows=touched", "memory.update=host")
+    axes, machine = Axes.of(config, 16), Machine()
+    traffic = build_traffic(config, zipf(config.model.vocabulary), None, axes.data)
+    found = compare_update_places(config, axes, machine, traffic)
+    assert found["host"].time == plan_layout(config, axes, machine, traffic).time
+    assert found["device"].time.overlapped < found["host"].time.overlapped
+    assert found["device"].device_bytes > found["host"].device_bytes
+    assert compare_update_places(recipe(*words), axes, machine, traffic) is None, "all rows are kept"
+    assert compare_update_places(recipe(), axes, machine, traffic) is None
+
+
 def test_tensor_parallelism_cuts_tables_by_columns():
     one, two = planned(recipe(), 16), planned(recipe("parallel.tensor=2", "train.micro_batch=4"), 32)
     assert sizes(two)["tables"] == pytest.approx(sizes(one)["tables"] / 2, rel=1e-3)
@@ -480,7 +520,7 @@ def test_a_recipe_without_tables(capsys):
         (["--tensor", "4", "--ranks", "6"], "6 rank(s) are not a multiple of parallel.tensor = 4"),
         (["--tensor", "0"], "parallel.tensor = 0: must be greater than 0"),
         (["--ranks", "256"], "train.global_batch = 1024 is not a whole multiple of train.micro_batch = 8 x 256 ranks"),
-        (["--ranks", "0"], "--ranks 0 is not at least 1"),
+        (["--ranks", "0"], "--ranks 0 is not from 1 to 16384"),
         (["--memory-per-rank", "80"], "--memory-per-rank 80 is not a size such as 80GB or 80GiB"),
         (["--bandwidth", "-1"], "--bandwidth -1 is not a number of GB/s above 0"),
         (["--node-bandwidth", "inf"], "--node-bandwidth inf is not a number of GB/s above 0"),

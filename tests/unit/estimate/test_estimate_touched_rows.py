@@ -5,6 +5,7 @@ import itertools
 import method_models as methods
 import numpy as np
 import pytest
+import torch
 
 from xgram_dist.estimate.comm import Axes
 from xgram_dist.estimate.touched_rows import plan_touched_rows
@@ -55,7 +56,7 @@ def test_bytes_are_those_of_records():
     assert found.record_bytes == 4 * shard.records.width
     settings = TableOptimizerSettings.of(config, None, 100, "catch_up")
     fields = settings.record_fields(6, 1, gated=True, counted=False)
-    assert [field.name for field in fields if field.integer] == [
+    assert [field.name for field in fields if field.dtype == torch.int32] == [
         "rows.last",
         "rows.current",
         "gates.last",
@@ -64,3 +65,16 @@ def test_bytes_are_those_of_records():
     ]
     assert record_width(fields) == 32  # 3 x 6 + 3 x 1 + 5 in lines of 16
     made.close()
+
+
+@pytest.mark.parametrize(("rows", "moments"), [("bf16", "fp32"), ("bf16", "bf16"), ("fp32", "bf16")])
+def test_bytes_of_smaller_numbers_are_those_of_records(rows, moments):
+    memory = {"optimizer": "catch_up", "rows": "touched", "rows_dtype": rows, "moments": moments}
+    config = methods.config("engram", memory=memory)
+    found = plan_touched_rows(config, Axes(1, 1, 1), "catch_up", build_traffic(config, zipf(120), None, 1))
+    (shard,) = methods_of(config).build_lookup(None, methods.tiny.CPU).shards
+    shard.create(shard.slots_of(np.arange(3)).max() + 1)
+    state = shard.state_dict()
+    saved = sum(tensor[0].nbytes for tensor in (state.columns | state.tables | state.rows).values()) + 8
+    assert found.record_bytes == 4 * shard.records.width
+    assert found.checkpoint_bytes == pytest.approx(found.touched * saved)

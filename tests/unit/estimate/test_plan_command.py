@@ -242,3 +242,33 @@ print(json.dumps([code, sorted(sys.modules)]))
         "safetensors",
     }
     assert heavy & set(modules) == set()
+
+
+def test_replicas_of_the_tables_are_compared_and_the_fastest_that_fits_is_picked(capsys):
+    from xgram_dist.cli.main import main
+
+    arguments = ["plan", str(RECIPES / "0.73b" / "xgram-4x-50.yaml"), "--shards", "--json"]
+    assert main([*arguments, "--memory-per-rank", "35GB"]) == 0
+    limited = json.loads(capsys.readouterr().out)
+    by_ranks = {}
+    for one in limited:
+        assert one["shard"] * one["replicas"] == one["ranks"]
+        assert one["fits"] == (one["device_bytes"] <= 35e9)
+        by_ranks.setdefault(one["ranks"], []).append(one)
+    assert set(by_ranks) >= {16, 32, 64, 128}
+    for choices in by_ranks.values():
+        picked = [one for one in choices if one["picked"]]
+        fitting = [one for one in choices if one["fits"]]
+        assert len(picked) == bool(fitting)
+        assert all(picked[0]["seconds"] <= one["seconds"] for one in fitting)
+    node, world = by_ranks[64][0], by_ranks[64][-1]
+    assert node["between_bytes"] < 0.5 * world["between_bytes"]
+
+
+def test_replicas_need_tables_and_whole_groups(capsys):
+    from xgram_dist.cli.main import main
+
+    assert main(["plan", str(RECIPES / "0.73b" / "vanilla.yaml"), "--shards"]) == 2
+    assert "memory.method = vanilla has none" in capsys.readouterr().err
+    assert main(["plan", str(RECIPES / "0.73b" / "xgram-1x-50.yaml"), "--ranks", "16", "memory.shard=3"]) == 2
+    assert "memory.shard = 3 does not divide the 16 rank(s)" in capsys.readouterr().err

@@ -20,7 +20,8 @@ def load_state(optimizer: RowOptimizer, saved: dict[str, dict[str, Tensor]]) -> 
         for name, tensor in saved[kind].items():
             if name in getattr(state, kind):
                 getattr(state, kind)[name].copy_(tensor)
-    optimizer.load_replicated(saved["replicated"])
+    for name, number in optimizer.load_replicated(saved["replicated"]).items():
+        optimizer.state().rows[name].fill_(number)
 
 
 def tensors(optimizer: RowOptimizer) -> list[Tensor]:

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from pathlib import Path
 
 import numpy as np
@@ -18,6 +19,7 @@ from xgram_dist.bench import memory_limit
 from xgram_dist.errors import UserError
 from xgram_dist.tables.storage import DamagedRecordsError, open_storage, scratch
 from xgram_dist.tables.storage.disk import DiskStorage
+from xgram_dist.tables.storage.system import memory_limit as memory_limit_of_node
 
 CPU = torch.device("cpu")
 
@@ -326,28 +328,77 @@ def test_a_disk_that_cannot_be_written_is_a_sentence(written, monkeypatch):
     monkeypatch.setattr("xgram_dist.tables.storage.disk.write_back", fail)
     written._dirty_limit = 0
     rows_of(written, np.arange(10), 2.0)
-    written._passes.pop().result()
+    written._pass.result()
     with pytest.raises(DamagedRecordsError, match=r"cannot be written .* Input/output error; resume from the last"):
         written.verify(np.arange(10))
 
 
-def test_write_back_reaches_the_disk(tmp_path, monkeypatch):
+def test_write_back_reaches_the_disk_a_piece_at_a_time(tmp_path, monkeypatch):
     pieces = []
-    monkeypatch.setattr("xgram_dist.tables.storage.disk.write_back", lambda *arguments: pieces.append(arguments[1]))
+    monkeypatch.setattr("xgram_dist.tables.storage.disk.write_back", lambda *arguments: pieces.append(arguments[1:]))
     monkeypatch.setattr("xgram_dist.tables.storage.disk.WRITE_BACK_BYTES", 1 << 20)
     storage = DiskStorage(1024, 10**6, tmp_path, "shard")
-    storage._dirty_limit = 3 << 20
-    storage.ensure(600)
-    for step in range(3):
-        rows_of(storage, np.arange(600), float(step))
-        for running in storage._passes:
-            running.result()
-        assert pieces == ([] if step == 0 else [0, 1 << 20, 2 << 20])
+    storage._dirty_limit = 2 << 20
+    storage.ensure(1000)
+    rows_of(storage, np.arange(500), 1.0)
+    rows_of(storage, np.arange(500), 2.0)
+    assert storage._pass is None, "a page that is written twice is one dirty page"
+    rows_of(storage, np.arange(500, 600), 3.0)
+    storage._pass.result()
+    assert pieces == [(0, 1 << 20), (1 << 20, 1 << 20), (2 << 20, 1 << 20)]
     storage._last_pass -= 60
-    rows_of(storage, np.arange(1), 9.0)
-    storage._passes.pop().result()
-    assert len(pieces) == 6, "records stay dirty for long"
+    rows_of(storage, np.arange(300, 301), 9.0)
+    storage._pass.result()
+    assert pieces[3:] == [(1 << 20, 1 << 20)], "records stay dirty for long, or clean pieces are written"
     storage.close()
+
+
+def test_pages_that_are_written_all_the_time_are_mapped_for_writing_again(tmp_path):
+    mapped = []
+    storage = opened(tmp_path, width=1024)
+    storage._pages.will_write = lambda starts, sizes: mapped.append((starts.tolist(), sizes.tolist()))
+    storage.ensure(100)
+    rows_of(storage, np.arange(100), 1.0)
+    storage._write_back()
+    rows_of(storage, np.array([3, 4, 9]), 2.0)
+    assert mapped == []
+    storage._write_back()
+    assert mapped == [([3 * 4096, 9 * 4096], [2 * 4096, 4096])], "each write would fault"
+    rows_of(storage, np.array([9, 50]), 3.0)
+    storage._write_back()
+    assert mapped[1:] == [([9 * 4096], [4096])], "what is not written any more becomes dirty"
+    storage.close()
+
+
+def test_a_step_waits_for_a_disk_that_is_slower_than_the_run(tmp_path, monkeypatch):
+    writes, may_write = threading.Event(), threading.Event()
+
+    def slow(*_):
+        writes.set()
+        assert may_write.wait(60)
+
+    monkeypatch.setattr("xgram_dist.tables.storage.disk.write_back", slow)
+    storage = DiskStorage(1024, 10**6, tmp_path, "shard")
+    storage._dirty_limit = 1 << 20
+    storage.ensure(3000)
+    rows_of(storage, np.arange(300), 1.0)  # begins a pass
+    assert writes.wait(60)
+    rows_of(storage, np.arange(1000, 2000), 1.0)
+    step = threading.Thread(target=rows_of, args=(storage, np.arange(2000, 2100), 1.0))
+    step.start()
+    step.join(0.5)
+    assert step.is_alive(), "dirty pages have no limit"
+    may_write.set()
+    step.join(60)
+    assert not step.is_alive()
+    storage.close()
+
+
+def test_storages_of_a_node_share_its_memory_for_dirty_pages(tmp_path):
+    alone, shared = (DiskStorage(16, 10, tmp_path, f"shard-{n}", sharers=n) for n in (1, 64))
+    assert shared._dirty_limit <= min(alone._dirty_limit, memory_limit_of_node() // 16 // 64)
+    for storage in (alone, shared):
+        storage.close()
 
 
 def test_records_written_while_their_checksums_are_computed_raise_no_alarm(tmp_path):

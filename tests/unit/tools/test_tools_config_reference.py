@@ -53,7 +53,7 @@ def test_every_key_has_a_row_with_a_meaning() -> None:
 @pytest.mark.parametrize(
     ("key", "kind", "default"),
     [
-        ("model.layers", "whole number, above 0", "required"),
+        ("model.layers", "whole number, above 0, at most 10000", "required"),
         ("model.norm_eps", "number, above 0", "`1.0e-08`"),
         ("memory.compression", "number, above 0, at most 1", "`0.5`"),
         ("memory.routing.paths", "whole number, at least 1, at most 8", "`2`"),

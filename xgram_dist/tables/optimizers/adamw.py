@@ -22,6 +22,16 @@ from xgram_dist.tables.optimizers.base import (
     mark_rows_dynamic,
     row_rates,
 )
+from xgram_dist.tables.optimizers.rounding import (
+    FIRST,
+    KEY,
+    SECOND,
+    VALUES,
+    Numbers,
+    RowNoise,
+    compute_dtype,
+    round_to_bf16,
+)
 
 
 @dataclass(frozen=True)
@@ -73,22 +83,46 @@ def adamw_(
 class GatheredAdamW(RowOptimizer):
     """AdamW on rows that are gathered, updated and written back."""
 
-    def __init__(self, values_SW: Tensor, num_vip: int, adamw: AdamW, memory: StateMemory | None = None):
+    def __init__(
+        self,
+        values_SW: Tensor,
+        num_vip: int,
+        adamw: AdamW,
+        memory: StateMemory | None = None,
+        column_keys_W: Tensor | None = None,
+    ):
+        """`column_keys_W`: for values or moments in bf16 (rounding.py)."""
         super().__init__(values_SW, num_vip)
         memory = memory or OwnMemory(values_SW)
         self.adamw, self.moments = adamw, Moments(values_SW, memory)
+        self.dtype = compute_dtype(values_SW.dtype)
+        self._key_bytes = 0
+        self.noise: RowNoise | None = None
+        if column_keys_W is not None:
+            keys_S = memory.steps(KEY)
+            self.noise, self._key_bytes = RowNoise(column_keys_W, keys_S), keys_S.nbytes
+        self._values = Numbers(values_SW, self.noise, VALUES)
+        self._first, self._second = (
+            Numbers(moment, self.noise, kind)
+            for moment, kind in ((self.moments.first, FIRST), (self.moments.second, SECOND))
+        )
         self._one_rate = not 0 < num_vip < memory.max_rows
         self._blocks = RowBlocks(values_SW)
         self._without_decay = AdamW(adamw.betas, adamw.eps, 0.0)
 
     def nbytes(self) -> int:
-        return self.moments.nbytes()
+        return self.moments.nbytes() + self._key_bytes
+
+    def name_rows(self, rows_R: Tensor, ids_R: Tensor) -> None:
+        if self.noise is not None:
+            self.noise.name_rows(rows_R, ids_R)
 
     def state(self) -> OptimizerState:
         return self.moments.state()
 
-    def load_replicated(self, saved: dict[str, Tensor]) -> None:
+    def load_replicated(self, saved: dict[str, Tensor]) -> dict[str, int]:
         self.moments.step.copy_(saved["step"])
+        return {}
 
     def _step_in_blocks(
         self,
@@ -105,14 +139,14 @@ class GatheredAdamW(RowOptimizer):
         moments.step.add_(1)
         if factor != 1:
             gradient_RW.mul_(factor)
-        rate_R1 = None if self._one_rate else row_rates(rows_R, self.num_vip, rates, self.values.dtype)
+        rate_R1 = None if self._one_rate else row_rates(rows_R, self.num_vip, rates, self.dtype)
         for block in self._blocks.slices(rows_R):
             rows_B = rows_R[block]
             first_BW, second_BW, values_BW, move_BW = self._blocks.buffers(rows_B, 4)
-            torch.index_select(moments.first, 0, rows_B, out=first_BW)
-            torch.index_select(moments.second, 0, rows_B, out=second_BW)
+            self._first.read(rows_B, first_BW)
+            self._second.read(rows_B, second_BW)
             if values_RW is None:
-                torch.index_select(self.values, 0, rows_B, out=values_BW)
+                self._values.read(rows_B, values_BW)
             else:
                 values_BW = values_RW[block]
             if shrink is not None:
@@ -127,17 +161,16 @@ class GatheredAdamW(RowOptimizer):
                 adamw_(self._without_decay, move_BW.zero_(), gradient_RW[block], both, moments.step, 1.0)
                 values_BW.addcmul_(values_BW, rate_R1[block], value=-self.adamw.weight_decay)
                 values_BW.addcmul_(move_BW, rate_R1[block])
-            moments.first.index_copy_(0, rows_B, first_BW)
-            moments.second.index_copy_(0, rows_B, second_BW)
-            self.values.index_copy_(0, rows_B, values_BW)
+            self._first.write(rows_B, first_BW, moments.step)
+            self._second.write(rows_B, second_BW, moments.step)
+            self._values.write(rows_B, values_BW, moments.step)
 
 
 class CompiledAdamWStep:
     """The same step as one compiled pass, for rows whose caught-up values are at hand."""
 
-    def __init__(self, values_SW: Tensor, moments: Moments, adamw: AdamW, num_vip: int):
-        self.values, self.moments, self.adamw, self.num_vip = values_SW, moments, adamw, num_vip
-        self._pass = compile_pass(_step_rows_)
+    def __init__(self, optimizer: GatheredAdamW):
+        self._optimizer, self._pass = optimizer, compile_pass(_step_rows_)
 
     def __call__(
         self,
@@ -148,22 +181,27 @@ class CompiledAdamWStep:
         shrink: tuple[Tensor, Tensor],
         values_RW: Tensor,
     ) -> None:
-        moments = self.moments
+        values, moments, adamw = self._optimizer.values, self._optimizer.moments, self._optimizer.adamw
         moments.step.add_(1)
-        written = self.values, alias(moments.first), alias(moments.second)
+        written = values, alias(moments.first), alias(moments.second)
         tensors = *written, moments.first, moments.second, rows_R, values_RW, gradient_RW
         # Numbers shared by a whole row are computed here: inside the pass they would be computed for each element.
-        speed_R1 = row_rates(rows_R, self.num_vip, rates, self.values.dtype)
-        keep_R1 = 1 - self.adamw.weight_decay * speed_R1
-        bias1, root2 = (1 - beta ** moments.step.double() for beta in self.adamw.betas)
+        speed_R1 = row_rates(rows_R, self._optimizer.num_vip, rates, self._optimizer.dtype)
+        keep_R1 = 1 - adamw.weight_decay * speed_R1
+        bias1, root2 = (1 - beta ** moments.step.double() for beta in adamw.betas)
         root2 = root2.sqrt()
-        floor_R1 = torch.full_like(speed_R1, self.adamw.eps) * root2
-        beta1, beta2 = self.adamw.betas
+        floor_R1 = torch.full_like(speed_R1, adamw.eps) * root2
+        beta1, beta2 = adamw.betas
         old = beta1 * shrink[0], beta2 * shrink[1]
         new = (torch.full_like(speed_R1, weight) for weight in ((1 - beta1) * factor, (1 - beta2) * factor**2))
         numbers = *old, *new, keep_R1, (speed_R1 * (root2 / bias1)).to(speed_R1), floor_R1
         mark_rows_dynamic(rows_R, values_RW, gradient_RW, *numbers)
-        self._pass(*tensors, *numbers)
+        noise: tuple[Tensor, ...] = ()
+        if self._optimizer.noise is not None:
+            of_rows = [self._optimizer.noise.of(rows_R, moments.step, kind) for kind in (VALUES, FIRST, SECOND)]
+            mark_rows_dynamic(*of_rows)
+            noise = *of_rows, self._optimizer.noise.columns_W
+        self._pass(*tensors, *numbers, *noise)
 
 
 def _step_rows_(
@@ -182,15 +220,19 @@ def _step_rows_(
     keep_R1: Tensor,
     move_R1: Tensor,
     floor_R1: Tensor,
+    *noise: Tensor,
 ) -> None:
     """One AdamW step on distinct rows as a single expression for the compiler: read once, written once. `old_*`,
-    `new_*`: weights of the moments so far, and of the gradient and its square."""
+    `new_*`: weights of the moments so far, and of the gradient and its square. `noise`: for numbers in bf16, that of
+    the rows' values and moments, and the keys of the columns."""
     first_RW = old_first_R1 * first_SW[rows_R] + new_first_R1 * gradient_RW
     second_RW = old_second_R1 * second_SW[rows_R] + new_second_R1 * gradient_RW * gradient_RW
     moved_RW = keep_R1 * values_RW - move_R1 * (first_RW / (second_RW.sqrt() + floor_R1))
-    written_values_SW.index_copy_(0, rows_R, moved_RW)
-    written_first_SW.index_copy_(0, rows_R, first_RW)
-    written_second_SW.index_copy_(0, rows_R, second_RW)
+    written = (written_values_SW, moved_RW), (written_first_SW, first_RW), (written_second_SW, second_RW)
+    for kind, (written_SW, numbers_RW) in enumerate(written):
+        if written_SW.dtype == torch.bfloat16:
+            numbers_RW = round_to_bf16(numbers_RW, noise[kind], noise[-1])
+        written_SW.index_copy_(0, rows_R, numbers_RW)
 
 
 class DenseAdamW(RowOptimizer):
@@ -218,8 +260,9 @@ class DenseAdamW(RowOptimizer):
     def state(self) -> OptimizerState:
         return self.moments.state()
 
-    def load_replicated(self, saved: dict[str, Tensor]) -> None:
+    def load_replicated(self, saved: dict[str, Tensor]) -> dict[str, int]:
         self.moments.step.copy_(saved["step"])
+        return {}
 
 
 class LazyAdamW(GatheredAdamW):

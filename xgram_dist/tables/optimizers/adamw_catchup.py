@@ -5,9 +5,12 @@ its moments and on the step they belong to. It is applied in closed form when th
 The result is that of `DenseAdamW` up to rounding.
 """
 
+import functools
+
 import torch
 from torch import Tensor
 
+from xgram_dist.errors import BadFileError
 from xgram_dist.tables.optimizers.adamw import AdamW, CompiledAdamWStep, GatheredAdamW
 from xgram_dist.tables.optimizers.base import (
     OptimizerState,
@@ -17,7 +20,15 @@ from xgram_dist.tables.optimizers.base import (
     compile_pass,
     mark_rows_dynamic,
 )
-from xgram_dist.tables.optimizers.catchup_math import MissedSteps, RowCorrection
+from xgram_dist.tables.optimizers.catchup_math import (
+    MissedSteps,
+    Rounded,
+    RowCorrection,
+    any_outside,
+    as_it_is,
+    saved_range,
+)
+from xgram_dist.tables.optimizers.rounding import VALUES, element_noise, round_to_bf16, row_keys
 
 HISTORY = 4096
 """Steps after which all rows are caught up, which bounds the table of missed steps."""
@@ -57,18 +68,19 @@ class CatchUpAdamW(GatheredAdamW):
         two_rates: bool | None = None,
         compiled: bool = False,
         memory: StateMemory | None = None,
+        column_keys_W: Tensor | None = None,
     ):
         """`two_rates`: VIP rows have another rate, here or on other ranks (default: if both kinds are here).
         `compiled`: catching up is one compiled pass instead of about thirty operations, and so is a step."""
         memory = memory or OwnMemory(values_SW)
-        super().__init__(values_SW, num_vip, adamw, memory)
+        super().__init__(values_SW, num_vip, adamw, memory, column_keys_W)
         self._two_rates = 0 < num_vip < values_SW.shape[0] if two_rates is None else two_rates
-        self._missed = MissedSteps(adamw, history, 2 if self._two_rates else 1, values_SW.dtype, values_SW.device)
+        self._missed = MissedSteps(adamw, history, 2 if self._two_rates else 1, self.dtype, values_SW.device)
         # The step that a row's moments belong to, and the step that its values belong to: the same, or the present one.
         self._moments_step, self._values_step = memory.steps("last"), memory.steps("current")
-        self._smallest = _smallest_square(adamw.eps, values_SW.dtype)
+        self._smallest = _smallest_square(adamw.eps, self.dtype)
         self._compiled_read = compile_pass(_caught_up_) if compiled else None
-        self._compiled_step = CompiledAdamWStep(values_SW, self.moments, adamw, num_vip) if compiled else None
+        self._compiled_step = CompiledAdamWStep(self) if compiled else None
         # Skipping current rows needs their number, for which the host would wait on any device but a CPU.
         self._skips_current_rows = values_SW.device.type == "cpu"
 
@@ -91,11 +103,11 @@ class CatchUpAdamW(GatheredAdamW):
             mark_rows_dynamic(out_RW, rows_R, *per_row)
             self._compiled_read(out_RW, self.values, first, second, rows_R, correction, *constants)
             return
-        torch.index_select(self.values, 0, rows_R, out=out_RW)
+        self._values.read(rows_R, out_RW)
         for block in self._blocks.slices(rows_R):
             first_BW, second_BW, *buffers = self._blocks.buffers(rows_R[block], 5)
-            torch.index_select(first, 0, rows_R[block], out=first_BW)
-            torch.index_select(second, 0, rows_R[block], out=second_BW)
+            self._first.read(rows_R[block], first_BW)
+            self._second.read(rows_R[block], second_BW)
             _catch_up_(out_RW[block], first_BW, second_BW, correction[block], buffers, *constants)
 
     def update_pending(
@@ -137,19 +149,22 @@ class CatchUpAdamW(GatheredAdamW):
             return
         for rows_R in torch.arange(self.num_rows, device=self.values.device).split(ROWS_AT_ONCE):
             self.catch_up(rows_R, moments=True)
-        self._missed.start_over()
+        self.start_over()
 
-    def start_rows(self, rows_R: Tensor) -> None:
+    def start_over(self) -> None:
+        if self._missed.step != self._missed.base:
+            self._missed.start_over()
+
+    def start_(self, values_RW: Tensor, is_vip_R: Tensor, ids_R: Tensor) -> dict[str, int]:
         """A row that starts late went through every `catch_up_all` before: by decay alone, as its moments are 0."""
         if self._missed.base == 0:
-            return
-        for block in self._blocks.slices(rows_R):
-            values_BW = self._blocks.buffers(rows_R[block], 1)[0]
-            torch.index_select(self.values, 0, rows_R[block], out=values_BW)
-            self._missed.decay_initial_(values_BW, self._rate_groups(rows_R[block]))
-            self.values.index_copy_(0, rows_R[block], values_BW)
-        self._moments_step.index_fill_(0, rows_R, self._missed.base)
-        self._values_step.index_fill_(0, rows_R, self._missed.base)
+            return {}
+        groups_R = (~is_vip_R).long() if self._two_rates else torch.zeros_like(is_vip_R, dtype=torch.int64)
+        rounded: Rounded = as_it_is
+        if self.noise is not None and self.values.dtype == torch.bfloat16:
+            rounded = functools.partial(_rounded, row_keys(ids_R), self.noise.columns_W.to(values_RW.device))
+        self._missed.decay_initial_(values_RW, groups_R, rounded)
+        return {"last": self._missed.base, "current": self._missed.base}
 
     def _behind(self, steps_S: Tensor, rows_R: Tensor) -> tuple[Tensor, Tensor]:
         """The rows that are behind the present step, and their steps. Current rows may be among them; they do not
@@ -166,21 +181,20 @@ class CatchUpAdamW(GatheredAdamW):
         correction = self._missed.since(steps_R.long(), self._rate_groups(rows_R))
         for block in self._blocks.slices(rows_R):
             values_BW, first_BW, second_BW, *buffers = self._blocks.buffers(rows_R[block], 6)
-            torch.index_select(self.values, 0, rows_R[block], out=values_BW)
-            torch.index_select(self.moments.first, 0, rows_R[block], out=first_BW)
-            torch.index_select(self.moments.second, 0, rows_R[block], out=second_BW)
+            self._values.read(rows_R[block], values_BW)
+            self._first.read(rows_R[block], first_BW)
+            self._second.read(rows_R[block], second_BW)
             constants = self.adamw.eps**0.5, self._smallest
             _catch_up_(values_BW, first_BW, second_BW, correction[block], buffers, *constants)
-            self.values.index_copy_(0, rows_R[block], values_BW)
+            self._values.write(rows_R[block], values_BW, self._missed.step)
         self._values_step.index_fill_(0, rows_R, self._missed.step)
 
     def _catch_up_moments(self, rows_R: Tensor, steps_R: Tensor) -> None:
-        both = self.moments.first, self.moments.second
-        for moment, factor_R1 in zip(both, self._moment_decay(steps_R), strict=True):
+        for moment, factor_R1 in zip((self._first, self._second), self._moment_decay(steps_R), strict=True):
             for block in self._blocks.slices(rows_R):
                 moment_BW = self._blocks.buffers(rows_R[block], 1)[0]
-                torch.index_select(moment, 0, rows_R[block], out=moment_BW)
-                moment.index_copy_(0, rows_R[block], moment_BW.mul_(factor_R1[block]))
+                moment.read(rows_R[block], moment_BW)
+                moment.write(rows_R[block], moment_BW.mul_(factor_R1[block]), self._missed.step)
         self._moments_step.index_fill_(0, rows_R, self._missed.step)
 
     def _moment_decay(self, steps_R: Tensor) -> tuple[Tensor, Tensor]:
@@ -189,7 +203,7 @@ class CatchUpAdamW(GatheredAdamW):
         beta1, beta2 = self.adamw.betas
         shrink = beta1**gap_R1, beta2**gap_R1
         # Flush to zero: denormals make a CPU fifty times slower.
-        first, second = (torch.where(factor > FLUSH_BELOW, factor, 0.0).to(self.values.dtype) for factor in shrink)
+        first, second = (torch.where(factor > FLUSH_BELOW, factor, 0.0).to(self.dtype) for factor in shrink)
         return first, second
 
     def _rate_groups(self, rows_R: Tensor) -> Tensor:
@@ -207,14 +221,14 @@ class CatchUpAdamW(GatheredAdamW):
         state.replicated |= self._missed.state()
         return state
 
-    def load_replicated(self, saved: dict[str, Tensor]) -> None:
+    def load_replicated(self, saved: dict[str, Tensor]) -> dict[str, int]:
         super().load_replicated(saved)
         if "sums" in saved:
             self._missed.load(saved)
-        else:  # saved by an optimizer whose rows are always current
-            self._missed.restart(int(self.moments.step))
-            self._moments_step[: self.num_rows] = self._missed.step
-            self._values_step[: self.num_rows] = self._missed.step
+            return {}
+        # Saved by an optimizer whose rows are always current.
+        self._missed.restart(int(self.moments.step))
+        return {"last": self._missed.step, "current": self._missed.step}
 
 
 class SavedCatchUp:
@@ -222,7 +236,8 @@ class SavedCatchUp:
 
     def __init__(self, betas: tuple[float, float], eps: float, saved: dict[str, Tensor]):
         """`saved`: the optimizer's `replicated` state."""
-        groups, entries, _ = saved["sums"].shape
+        _, entries = saved_range(saved)
+        groups = len(saved["sums"])
         dtype = saved["coefficients"].dtype
         # Past decay is in the saved table; the decay rate itself is not needed.
         self._missed = MissedSteps(AdamW(betas, eps, 0.0), max(1, entries - 1), groups, dtype, torch.device("cpu"))
@@ -231,13 +246,16 @@ class SavedCatchUp:
 
     def since(self, steps_R: Tensor, is_vip_R: Tensor) -> RowCorrection:
         """`steps_R`: the step that each row's values belong to."""
+        if any_outside(steps_R, self._missed.base, self._missed.step):
+            raise BadFileError("the saved rows belong to steps that the table of missed steps does not have")
         groups_R = (~is_vip_R).long() if self._two_rates else torch.zeros_like(steps_R, dtype=torch.int64)
         return self._missed.since(steps_R.long(), groups_R)
 
-    def formula_(self, values_RW: Tensor, is_vip_R: Tensor) -> Tensor:
-        """Catches up initial values of rows that have no record, in place, and returns them."""
+    def formula_(self, values_RW: Tensor, is_vip_R: Tensor, rounded: Rounded = as_it_is) -> Tensor:
+        """Catches up initial values of rows that have no record, in place, and returns them. `rounded`: as in
+        `MissedSteps.decay_initial_`."""
         groups_R = (~is_vip_R).long() if self._two_rates else torch.zeros_like(is_vip_R, dtype=torch.int64)
-        self._missed.decay_initial_(values_RW, groups_R)
+        self._missed.decay_initial_(values_RW, groups_R, rounded)
         correction = self._missed.since(torch.full_like(groups_R, self._missed.base), groups_R)
         zeros_RW = torch.zeros_like(values_RW)
         return self.catch_up_(values_RW, zeros_RW, zeros_RW, correction)
@@ -247,6 +265,10 @@ class SavedCatchUp:
         buffers = [torch.empty_like(values_RW) for _ in range(3)]
         _catch_up_(values_RW, first_RW, second_RW, correction, buffers, self._eps**0.5, self._smallest)
         return values_RW
+
+
+def _rounded(keys_R: Tensor, columns_W: Tensor, values_RW: Tensor, step: int) -> Tensor:
+    return round_to_bf16(values_RW, element_noise(keys_R, step, VALUES), columns_W)
 
 
 def _smallest_square(eps: float, dtype: torch.dtype) -> float:
@@ -289,7 +311,7 @@ def _caught_up_(
     smallest: float,
 ) -> None:
     """Gathers rows and applies their missed steps, as a single expression for the compiler."""
-    values_RW, first_RW, second_RW = values_SW[rows_R], first_SW[rows_R], second_SW[rows_R]
+    values_RW, first_RW, second_RW = (one[rows_R].to(out_RW.dtype) for one in (values_SW, first_SW, second_SW))
     inverse = 1 / (torch.sqrt(second_RW + smallest) + missed.floor_R1)
     z = missed.shift_R1 + root_eps * torch.sqrt(inverse)
     *lower, highest = missed.coefficients_RN.split(1, dim=1)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.parallel.device import advise_huge_pages, writes_in_any_order
+from xgram_dist.tables.optimizers.rounding import compute_dtype, gather_rows
 from xgram_dist.tables.records import Records
 
 
@@ -59,11 +60,13 @@ class StateMemory(ABC):
 class OwnMemory(StateMemory):
     """Tensors of their own, beside the values."""
 
-    def __init__(self, values_SW: Tensor):
+    def __init__(self, values_SW: Tensor, dtype: torch.dtype | None = None):
+        """`dtype`: of numbers shaped like the values; by default the type in which those are computed."""
         self._values, self.max_rows = values_SW, values_SW.shape[0]
+        self._dtype = dtype or compute_dtype(values_SW.dtype)
 
     def columns(self, name: str) -> Tensor:
-        return advise_huge_pages(torch.empty_like(self._values)).zero_()
+        return advise_huge_pages(torch.empty_like(self._values, dtype=self._dtype)).zero_()
 
     def tables(self, name: str, count: int) -> Tensor:
         return self._values.new_zeros(self._values.shape[0], count)
@@ -97,11 +100,11 @@ class PendingRows:
 
     def gather(self, segment: slice, out_RW: Tensor) -> None:
         """Current values of `rows_R[segment]` into `out_RW[segment]`."""
-        torch.index_select(self._values_SW, 0, self.rows_R[segment], out=out_RW[segment])
+        gather_rows(self._values_SW, self.rows_R[segment], out_RW[segment])
 
     def values(self) -> Tensor:
         """Current values of all rows [R, W]; read only."""
-        return self._values_SW.index_select(0, self.rows_R)
+        return self._values_SW.index_select(0, self.rows_R).to(compute_dtype(self._values_SW.dtype))
 
 
 class RowOptimizer(ABC):
@@ -115,14 +118,19 @@ class RowOptimizer(ABC):
         self.sweeps = True
         """Whether an update calls `catch_up_all` when it is due. Otherwise the caller does, when `sweep_due`."""
 
+    def name_rows(self, rows_R: Tensor, ids_R: Tensor) -> None:
+        """These local rows have these global ids. Called once for each row, before anything is written."""
+        return
+
     @property
     def sweep_due(self) -> bool:
         return False
 
-    def start_rows(self, rows_R: Tensor) -> None:
-        """These rows have initial values, and zeros as state. Apply what they missed since the first step, as far as
-        `catch_up` will not."""
-        return
+    def start_(self, values_RW: Tensor, is_vip_R: Tensor, ids_R: Tensor) -> dict[str, int]:
+        """Apply to initial values, in place, what their rows missed since the first step, as far as `catch_up` will
+        not. Returns what is then kept of each row: numbers by the names of `state().rows`, zeros for all else.
+        `ids_R`: global row ids. The values may be on another device than those of the optimizer."""
+        return {}
 
     def begin(self, rows_R: Tensor) -> PendingRows:
         """Rows that are read now and updated by the next `update_pending`. Nothing changes until then."""
@@ -148,9 +156,11 @@ class RowOptimizer(ABC):
     def state(self) -> OptimizerState:
         """For a checkpoint; nothing changes."""
 
-    def load_replicated(self, saved: dict[str, Tensor]) -> None:
-        """The other tensors of `state` have been overwritten with saved ones; these are its saved `replicated`."""
-        return
+    def load_replicated(self, saved: dict[str, Tensor]) -> dict[str, int]:
+        """The other tensors of `state` have been overwritten with saved ones; these are its saved `replicated`. Returns
+        numbers by the names of `state().rows` that the caller writes for all rows, where another optimizer did not save
+        them."""
+        return {}
 
     def catch_up(self, rows_R: Tensor, *, moments: bool = False) -> None:
         """Apply the steps that these rows missed, in place: to their values, and with `moments` (no update follows) to
@@ -159,6 +169,10 @@ class RowOptimizer(ABC):
 
     def catch_up_all(self) -> None:
         """Apply all missed steps to all rows and moments."""
+        return
+
+    def start_over(self) -> None:
+        """The caller has caught up all rows and moments: missed steps count from now."""
         return
 
 
@@ -192,9 +206,10 @@ class RowBlocks:
     to gather a block into. On other devices all rows are one block."""
 
     def __init__(self, values_SW: Tensor):
-        row_bytes = max(1, values_SW.shape[1] * values_SW.element_size())
+        self._like, self._buffers = values_SW.new_empty(0, dtype=compute_dtype(values_SW.dtype)), list[Tensor]()
+        self._width = values_SW.shape[1]
+        row_bytes = max(1, self._width * self._like.element_size())
         self._max_rows = max(1, BLOCK_BYTES // row_bytes) if values_SW.device.type == "cpu" else None
-        self._like, self._buffers = values_SW, list[Tensor]()
 
     def slices(self, rows_R: Tensor) -> Iterator[slice]:
         size = self._max_rows or max(1, rows_R.numel())
@@ -204,7 +219,7 @@ class RowBlocks:
         """Uninitialised tensors [B, W]. The next call returns the same memory."""
         if len(self._buffers) < count or self._buffers[0].shape[0] < rows_B.numel():
             rows = self._max_rows or rows_B.numel()
-            self._buffers = [self._like.new_empty(rows, self._like.shape[1]) for _ in range(count)]
+            self._buffers = [self._like.new_empty(rows, self._width) for _ in range(count)]
         return [buffer[: rows_B.numel()] for buffer in self._buffers[:count]]
 
 

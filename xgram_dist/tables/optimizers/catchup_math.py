@@ -17,12 +17,13 @@ term to each of the latest entries, the momentum of older entries has died out, 
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError
 from xgram_dist.parallel.device import to_device
 from xgram_dist.tables.optimizers.adamw import AdamW
 
@@ -123,6 +124,14 @@ SMALLEST_DECAY = 1e-6
 """The table restarts when the product of all decays falls below."""
 
 
+Rounded = Callable[[Tensor, int], Tensor]
+"""(values, step) -> the values as they are stored at that step."""
+
+
+def as_it_is(values_RW: Tensor, step: int) -> Tensor:
+    return values_RW
+
+
 @dataclass(frozen=True)
 class RowCorrection:
     """What brings rows from their own step to the present one. With d = sqrt(v) + floor and z = shift + sqrt(eps / d),
@@ -135,6 +144,46 @@ class RowCorrection:
 
     def __getitem__(self, rows: slice) -> "RowCorrection":
         return RowCorrection(self.coefficients_RN[rows], self.floor_R1[rows], self.shift_R1[rows], self.decay_R1[rows])
+
+
+MAX_STEP = 2**53
+"""Steps are also used as float64."""
+
+
+def saved_range(saved: dict[str, Tensor]) -> tuple[int, int]:
+    """Of `MissedSteps.state`, which somebody else may have written: (base, entries). Values of rows are at a step from
+    `base` to `base + entries - 1`."""
+    number = {name: tensor for name, tensor in saved.items() if name in ("base", "past_steps")}
+    table = {name: saved[name] for name in ("sums", "decays", "coefficients", "product") if name in saved}
+    if "base" in number and len(table) == 4 and table["sums"].dim() == 3:
+        groups, entries, points = table["sums"].shape
+        past = saved["past_decays"].shape[:1] if "past_decays" in saved else (0,)
+        shapes = {
+            "base": (),
+            "past_steps": past,
+            "decays": (groups, entries),
+            "coefficients": (groups, entries, points),
+            "product": (groups,),
+            "past_decays": (*past, groups),
+        }
+        if (
+            min(groups, entries, points) > 0
+            and all(tuple(saved[name].shape) == tuple(shape) for name, shape in shapes.items() if name in saved)
+            and all(one.dtype == torch.int64 and bool(((one >= 0) & (one < MAX_STEP)).all()) for one in number.values())
+            and all(one.is_floating_point() and bool(one.isfinite().all()) for one in table.values())
+        ):
+            return int(number["base"]), entries
+    raise BadFileError("the saved table of missed steps is damaged; use another checkpoint")
+
+
+def any_outside(steps_R: Tensor, first: int, last: int) -> bool:
+    """Whether a step of some row is not from `first` to `last`. A number that the rows' type cannot hold would wrap."""
+    if steps_R.dtype not in (torch.int32, torch.int64):
+        steps_R = steps_R.long()
+    largest = torch.iinfo(steps_R.dtype).max
+    if steps_R.numel() and first > largest:
+        return True
+    return bool(((steps_R < min(first, largest)) | (steps_R > min(last, largest))).any())
 
 
 class MissedSteps:
@@ -156,19 +205,23 @@ class MissedSteps:
         self._coefficients_KTN = torch.zeros(groups, entries, points, dtype=dtype, device=device)
         self._past_decays: list[list[float]] = []
         """Of each history before this one: the decay of a row through all of it, less 1, for each group."""
+        self._past_steps: list[int] = []
+        """The step at which each of them ended."""
         self.restart(0)
 
     def start_over(self) -> None:
         """All rows have been caught up: begin a new history."""
         self._past_decays.append([decay - 1 for decay in self._decays])
+        self._past_steps.append(self.step)
         self.restart(self.step)
 
-    def decay_initial_(self, values_RW: Tensor, groups_R: Tensor) -> None:
+    def decay_initial_(self, values_RW: Tensor, groups_R: Tensor, rounded: Rounded = as_it_is) -> None:
         """Take initial values of rows of these groups from step 0 to `base`, as `catch_up_all` did: one history after
-        the other, for the same rounding."""
-        for decays in self._past_decays:
+        the other, for the same rounding. `rounded`: values as they are stored at a step."""
+        for decays, step in zip(self._past_decays, self._past_steps, strict=True):
             decays_K = to_device(torch.tensor(decays, dtype=torch.float64).to(values_RW.dtype), values_RW.device)
             values_RW.addcmul_(values_RW, decays_K.index_select(0, groups_R)[:, None])
+            values_RW.copy_(rounded(values_RW, step))
 
     def restart(self, step: int) -> None:
         """All rows are at `step`: drop the history before it."""
@@ -189,7 +242,10 @@ class MissedSteps:
 
     def state(self) -> dict[str, Tensor]:
         used = slice(0, self.step - self.base + 1)
-        past = {"past_decays": torch.tensor(self._past_decays, dtype=torch.float64)} if self._past_decays else {}
+        past = {}
+        if self._past_decays:
+            past["past_decays"] = torch.tensor(self._past_decays, dtype=torch.float64)
+            past["past_steps"] = torch.tensor(self._past_steps)
         return past | {
             "base": torch.tensor(self.base),
             "sums": self._sums_KTN[:, used],
@@ -200,16 +256,20 @@ class MissedSteps:
 
     def load(self, saved: dict[str, Tensor]) -> None:
         """Resume from `state`."""
-        self.restart(int(saved["base"]))
-        entries = saved["decays"].shape[1]
+        base, entries = saved_range(saved)
         if entries > self.length + 1 or saved["sums"].shape[0] != len(self._sums_KTN):
             raise UserError(
                 "the saved table optimizer had other learning-rate groups or a longer history; resume with the recipe "
                 "it was saved with"
             )
+        if saved["sums"].shape[2] != self.degree + 1:
+            raise UserError("the saved table optimizer had other optimizer.betas; resume with the recipe it had")
+        self.restart(base)
         self.step = self.base + entries - 1
         self._decays = saved["product"].tolist()
         self._past_decays = saved["past_decays"].tolist() if "past_decays" in saved else []
+        # Only rounding asks for the steps. Checkpoints without them hold no numbers that were rounded.
+        self._past_steps = saved["past_steps"].tolist() if "past_steps" in saved else [0] * len(self._past_decays)
         self._sums_KTN[:, :entries] = saved["sums"].to(self._sums_KTN)
         self._decays_KT[:, :entries] = saved["decays"].to(self._decays_KT)
         self._coefficients_KTN[:, :entries] = saved["coefficients"].to(self._coefficients_KTN)

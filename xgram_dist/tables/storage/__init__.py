@@ -21,14 +21,20 @@ __all__ = ["DamagedRecordsError", "RecordStorage", "open_storage"]
 
 
 def open_storage(
-    placement: str, record_width: int, max_slots: int, device: torch.device, folder: Path | None, name: str
+    placement: str,
+    record_width: int,
+    max_slots: int,
+    device: torch.device,
+    folder: Path | None,
+    name: str,
+    sharers: int = 1,
 ) -> RecordStorage:
     """Storage without records yet. `placement`: the memory tier. `max_slots`: no shard has more; reserving them costs
     nothing. `device`: where the model computes. `folder`: `memory.folder`, for the disk tier. `name`: of this rank's
-    shard, different from those of all other storages of the run on this node."""
+    shard, different from those of all other storages of the run on this node, of which there are `sharers`."""
     if placement == "disk":
         assert folder is not None, "placement=disk without a folder passed the checks of the recipe"
-        return DiskStorage(record_width, max_slots, folder, name)
+        return DiskStorage(record_width, max_slots, folder, name, sharers)
     if placement == "host" or device.type == "cpu":
         return HostStorage(record_width, max_slots)
     return DeviceStorage(record_width, max_slots, device)

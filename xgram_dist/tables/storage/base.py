@@ -14,16 +14,16 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import GO_BACK, UserError
 
 Slots = NDArray[np.int64]
 
 
 class DamagedRecordsError(UserError):
     """Records came back from the disk with other bytes than were written. The rows are lost; the last checkpoint is
-    good. The exit code lets a Slurm job be requeued: it resumes from there."""
+    good. By its exit code, `train` and Slurm jobs start again and resume from there."""
 
-    exit_code = 1
+    exit_code = GO_BACK
 
 
 class RecordStorage(ABC):

@@ -2,7 +2,7 @@
 
     begin_write(slots)    the caller is about to write them; returns damaged ones
     end_write(slots)      written
-    add()                 checksums of all records written since the last call, before they are written back
+    add(slots)            checksums of records of a range that were written, before they are written back
     check(slots)          returns the damaged ones among those that have a checksum
 
 Covered: bytes that change, vanish (a lost write, a page of zeros) or move to another record, between write-back and the
@@ -41,7 +41,11 @@ class RecordChecksums:
         self._states_S = np.zeros(0, np.uint8)
         self._checks_S = np.zeros(0, np.uint32)
         """The number of the prefetch that last checked each record."""
+        self._passes_S = np.zeros(0, np.uint32)
+        """The number of the latest `add` of each record."""
         self._lock = threading.Lock()
+        self.num_written = 0
+        """Records that were written since they last had a checksum, or are being written."""
 
     def ensure(self, num_slots: int) -> None:
         """Room for these slots."""
@@ -51,12 +55,14 @@ class RecordChecksums:
                 self._sums_S = _lengthened(self._sums_S, size)
                 self._states_S = _lengthened(self._states_S, size)
                 self._checks_S = _lengthened(self._checks_S, size)
+                self._passes_S = _lengthened(self._passes_S, size)
 
     def begin_write(self, slots: Slots, number: int) -> Slots:
         """`number`: of the latest prefetch. Returns the damaged slots among those that it and the one before it did not
         check; if there are none, all may be written now."""
         damaged = self.check(slots[self._checks_S[slots] < max(1, number - 1)])
         with self._lock:
+            self.num_written += len(slots) - int(np.count_nonzero(self._states_S[slots] == WRITTEN))
             self._states_S[slots] = WRITING
         return damaged
 
@@ -64,17 +70,24 @@ class RecordChecksums:
         with self._lock:
             self._states_S[slots] = WRITTEN
 
-    def add(self) -> None:
-        """Checksums of written records. Those that are being written again are left to the next call."""
-        for block in self._blocks(np.flatnonzero(self._states_S == WRITTEN)):
+    def add(self, slots: slice, number: int) -> tuple[int, Slots]:
+        """Checksums of written records. Those that are being written again are left to the next call. `number`: of the
+        pass over all records. Returns how many there are, and those among them that the pass before had, too."""
+        count, again = 0, [np.zeros(0, np.int64)]
+        for block in self._blocks(np.flatnonzero(self._states_S[slots] == WRITTEN) + slots.start):
             with self._lock:
                 block = block[self._states_S[block] == WRITTEN]
                 self._states_S[block] = SUMMING
+                self.num_written -= len(block)
+            count += len(block)
             sums = self._sum(block)
             with self._lock:
                 still = self._states_S[block] == SUMMING
                 self._sums_S[block[still]] = sums[still]
                 self._states_S[block[still]] = SUMMED
+            again.append(block[self._passes_S[block] == number - 1])
+            self._passes_S[block] = number
+        return count, np.concatenate(again)
 
     def at_rest(self, slots: Slots) -> Slots:
         """Those that may not be in memory: all but the ones written since the last `add`."""

@@ -25,13 +25,15 @@ from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import UserError, one_line
 from xgram_dist.files import process_start
 
 RECORDS, OWNER, LOCK = ".records", ".owner.json", ".lock"
 NETWORK = ("nfs", "nfs4", "cifs", "smb3", "smbfs", "lustre", "gpfs", "ceph", "beegfs", "afs", "9p", "orangefs", "panfs")
 """Types of network file systems in /proc/self/mountinfo; those through FUSE count as such, too."""
 PROBE_BYTES = 16 << 20
+MAX_SHOWN = 300
+"""Characters of an owner in a message."""
 DYING_SECONDS = 10.0
 """How long the memory of a killed process may take to be freed."""
 
@@ -49,8 +51,13 @@ class Owner:
     command: str
     since: str
 
+    def is_sound(self) -> bool:
+        """Whether its fields are of their types: files of this name may be anybody's."""
+        texts = (self.host, self.boot, self.processes, self.started, self.command, self.since)
+        return all(isinstance(text, str) for text in texts) and type(self.pid) is int and 0 < self.pid < 1 << 31
+
     def __str__(self) -> str:
-        return f"process {self.pid} on {self.host} since {self.since} ({self.command})"
+        return one_line(f"process {self.pid} on {self.host} since {self.since} ({self.command})", MAX_SHOWN)
 
 
 def _this_process() -> Owner:
@@ -208,9 +215,10 @@ class ScratchFile:
             return None
         with open(descriptor, encoding="utf-8", errors="replace") as stream:
             try:
-                return Owner(**json.loads(stream.read(10_000))) if _is_plain(descriptor) else None
-            except (ValueError, TypeError):
+                owner = Owner(**json.loads(stream.read(10_000))) if _is_plain(descriptor) else None
+            except (ValueError, TypeError, RecursionError):
                 return None
+        return owner if owner is not None and owner.is_sound() else None
 
     def _write_owner(self, me: Owner) -> None:
         """Whole from the moment it has its name."""

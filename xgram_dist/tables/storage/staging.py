@@ -3,6 +3,7 @@
     staged = staging.stage(slots_of)       during step k: begin to gather and copy the records of step k + 1
     records_RW = staging.records(staged)   step k + 1, after step k has ended: on the device, to be read and updated
     staging.end(staged)                    updated: on their way back to the storage
+    staging.flush() or .drain()            the storage holds what all steps have written
 
 Records that step k updates, too, are not gathered: they are copied on the device from those of step k, once it has
 ended. One thread gathers and scatters in the order of the calls, so a gather sees what all steps before step k wrote.
@@ -15,12 +16,12 @@ Shapes: R records of a step, W record width.
 
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.parallel.device import CopyStream, set_thread_device
@@ -32,16 +33,16 @@ GROWTH = 1.25
 
 @dataclass
 class _Gathered:
-    """Records on their way to the device: first those that were gathered, then those that the former step has."""
+    """Records on their way to the device: those that were gathered, and where the former step has the others."""
 
     slots: Slots
-    index: NDArray[np.int64]
-    """For each slot, its place in `records_RW`."""
-    index_R: Tensor
-    records_RW: Tensor
-    num_gathered: int
-    former_index_R: Tensor
-    """Where the former step has the others."""
+    early_EW: Tensor | None
+    """None: taken."""
+    early_index_E: Tensor
+    """Their places among the slots."""
+    late_index: Tensor
+    former_index: Tensor
+    """Where the former step has those."""
     copied: Any
 
 
@@ -50,18 +51,10 @@ class StagedRecords:
 
     def __init__(self, gathered: "Future[_Gathered]", former: "StagedRecords | None"):
         self.gathered, self.former = gathered, former
+        self.records_RW: Tensor | None = None
         self.computed: Any = None
         """The point of the device's computing at which the step has ended."""
         self.ended = False
-
-    @property
-    def slots(self) -> Slots:
-        return self.gathered.result().slots
-
-    @property
-    def index(self) -> Tensor:
-        """For each slot, the place of its record [R], on the device."""
-        return self.gathered.result().index_R
 
 
 class _Buffer:
@@ -84,10 +77,16 @@ class _Buffer:
 
 
 class RowStaging:
-    def __init__(self, storage: RecordStorage, device: torch.device):
-        """`storage`: in host memory or on disk. Between `stage` and `drain` nothing else reads or writes its records,
-        and it does not grow."""
-        self._storage = storage
+    def __init__(
+        self,
+        storage: RecordStorage,
+        device: torch.device,
+        writing: Callable[[Slots], AbstractContextManager[None]] | None = None,
+    ):
+        """`storage`: in host memory or on disk. Between `stage` and `drain` nothing else writes its records, `slots_of`
+        excepted, and between `stage` and `flush` nothing else reads them. `writing`: the block in which they are
+        written back, by default the storage's."""
+        self._storage, self._writing = storage, writing or storage.writing
         self._stream = CopyStream(device)
         width = storage.records.shape[1]
         self._incoming, self._outgoing = _Buffer(self._stream, width), _Buffer(self._stream, width)
@@ -97,7 +96,8 @@ class RowStaging:
 
     def stage(self, slots_of: Callable[[], Slots]) -> StagedRecords:
         """Begin to bring the records of the next step to the device. `slots_of`: called in the thread, so that it may
-        wait for a plan; the slots are distinct. The former step may be under way, but not the one before it."""
+        wait for a plan and create records; the slots are ascending. The former step may be under way, but not the one
+        before it."""
         former = self._latest
         assert former is None or former.former is None or former.former.ended, "two steps are under way"
         gathered = self._thread.submit(self._gather, slots_of, former)
@@ -106,36 +106,38 @@ class RowStaging:
 
     def _gather(self, slots_of: Callable[[], Slots], former: StagedRecords | None) -> _Gathered:
         slots = slots_of()
-        is_late = np.zeros(len(slots), np.bool_)
-        former_index = np.zeros(0, np.int64)
+        late, former_index = np.zeros(0, np.int64), np.zeros(0, np.int64)
         if former is not None:
-            before = former.gathered.result()
-            _, late, places = np.intersect1d(slots, before.slots, assume_unique=True, return_indices=True)
-            is_late[late] = True
-            former_index = before.index[places[np.argsort(late)]]
-        early = np.flatnonzero(~is_late)
-        index = np.empty(len(slots), np.int64)
-        index[early] = np.arange(len(early))
-        index[is_late] = np.arange(len(early), len(slots))
-        records_RW = self._stream.empty_on_device(len(slots), self._storage.records.shape[1])
+            before = former.gathered.result().slots
+            _, late, former_index = np.intersect1d(slots, before, assume_unique=True, return_indices=True)
+        early = np.delete(np.arange(len(slots)), late)
+        early_EW = self._stream.empty_on_device(len(early), self._storage.records.shape[1])
         buffer = self._incoming.take(len(early))
         torch.index_select(self._storage.records, 0, torch.from_numpy(slots[early]), out=buffer)
-        index_R, former_index_R = self._stream.index_on_device(index), self._stream.index_on_device(former_index)
-        copied = self._stream.copy(records_RW[: len(early)], buffer)
+        on_device = self._stream.index_on_device
+        indices = on_device(early), on_device(late), on_device(former_index)
+        copied = self._stream.copy(early_EW, buffer)
         self._incoming.release(copied)
-        return _Gathered(slots, index, index_R, records_RW, len(early), former_index_R, copied)
+        return _Gathered(slots, early_EW, *indices, copied)
 
     def records(self, staged: StagedRecords) -> Tensor:
-        """The records of a step on the device [R, W], current; that of a slot is at `staged.index`. The host waits for
-        the gather, if that is still under way, and not for copies."""
+        """The records of a step on the device [R, W], current, in the order of the slots. The host waits for the
+        gather, if that is still under way, and not for copies."""
         gathered, former = staged.gathered.result(), staged.former
+        assert gathered.early_EW is not None, "`records` twice"
         self._stream.compute_after(gathered.copied)
-        if former is not None:
+        if former is None:  # all are early
+            records_RW = gathered.early_EW
+        else:
             assert former.ended, "the former step has not ended"
-            late_RW = gathered.records_RW[gathered.num_gathered :]
-            torch.index_select(former.gathered.result().records_RW, 0, gathered.former_index_R, out=late_RW)
+            assert former.records_RW is not None
+            records_RW = gathered.early_EW.new_empty(len(gathered.slots), gathered.early_EW.shape[1])
+            records_RW.index_copy_(0, gathered.early_index_E, gathered.early_EW)
+            late_RW = former.records_RW.index_select(0, gathered.former_index)
+            records_RW.index_copy_(0, gathered.late_index, late_RW)
             staged.former = None  # frees its memory
-        return gathered.records_RW
+        gathered.early_EW, staged.records_RW = None, records_RW
+        return records_RW
 
     def end(self, staged: StagedRecords) -> None:
         """The step has updated its records: bring them back. Also for a step that was skipped, whose records are as
@@ -147,23 +149,27 @@ class RowStaging:
         self._scattered = self._thread.submit(self._scatter, staged)
 
     def _scatter(self, staged: StagedRecords) -> None:
-        gathered = staged.gathered.result()
-        buffer = self._outgoing.take(len(gathered.slots))
-        self._stream.wait_on_host(self._stream.copy(buffer, gathered.records_RW, after=staged.computed))
-        order = np.empty_like(gathered.slots)
-        order[gathered.index] = gathered.slots
-        with self._storage.writing(order):
-            self._storage.records.index_copy_(0, torch.from_numpy(order), buffer)
+        slots, records_RW = staged.gathered.result().slots, staged.records_RW
+        assert records_RW is not None
+        buffer = self._outgoing.take(len(slots))
+        self._stream.wait_on_host(self._stream.copy(buffer, records_RW, after=staged.computed))
+        with self._writing(slots):
+            self._storage.records.index_copy_(0, torch.from_numpy(slots), buffer)
 
     def _raise_failure(self) -> None:
         if self._scattered is not None and self._scattered.done():
             self._scattered.result()
 
-    def drain(self) -> None:
-        """Wait until the storage holds all records. From then on it may be read, written and grown, until `stage`."""
-        assert self._latest is None or self._latest.ended, "a step is under way"
+    def flush(self) -> None:
+        """Wait until the storage holds the records of all steps that have ended, and until nothing is gathered."""
+        self._thread.submit(int).result()
         if self._scattered is not None:
             self._scattered.result()
+
+    def drain(self) -> None:
+        """`flush`, and forget steps that were staged and not read. From then on the storage may be written and grown,
+        until `stage`."""
+        self.flush()
         self._latest = None
 
     def close(self) -> None:
