@@ -10,6 +10,11 @@ from collections.abc import Callable
 from types import TracebackType
 from typing import Any
 
+from xgram_dist.errors import one_line
+
+MAX_CELL = 400
+"""Characters of a cell of a printed table."""
+
 
 class Progress:
     """Work done so far, with rate and time left.
@@ -105,8 +110,9 @@ def print_table(
     print_line: Callable[[str], None] = print,
     left: tuple[int, ...] = (0,),
 ) -> None:
-    """Print a plain text table; the columns in `left` are aligned to the left, the others to the right."""
-    cells = [header, *rows]
+    """Print a plain text table; the columns in `left` are aligned to the left, the others to the right. Cells may hold
+    what somebody has put into a file: control characters are escaped."""
+    cells = [[one_line(cell, MAX_CELL) for cell in row] for row in (header, *rows)]
     widths = [max(len(row[i]) for row in cells) for i in range(len(header))]
     for index, row in enumerate(cells):
         columns = enumerate(zip(row, widths, strict=True))

@@ -9,8 +9,12 @@ check type and length of what was read.
 """
 
 import contextlib
+import itertools
 import math
 import os
+import secrets
+import shutil
+import stat
 import zipfile
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -19,7 +23,8 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError
+from xgram_dist.untrusted import open_file
 
 Arrays = dict[str, NDArray[Any]]
 
@@ -37,7 +42,7 @@ def write_atomically(path: Path, content: str | bytes) -> None:
     def write(stream: IO[bytes]) -> None:
         stream.write(data)
 
-    _replace(path, write)
+    replace_file(path, write)
 
 
 def write_npz(path: str | Path, arrays: Mapping[str, NDArray[Any]], *, compressed: bool = False) -> None:
@@ -48,14 +53,15 @@ def write_npz(path: str | Path, arrays: Mapping[str, NDArray[Any]], *, compresse
         save = np.savez_compressed if compressed else np.savez
         save(stream, **arrays)  # type: ignore[arg-type]
 
-    _replace(Path(path), write)
+    replace_file(Path(path), write)
 
 
-def _replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.part")
+def replace_file(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+    """Replace `path` by what `write` writes to a stream; missing parent folders are created."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}.part")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(temporary, "wb") as stream:
+        with create_file(temporary) as stream:
             write(stream)
             stream.flush()
             os.fsync(stream.fileno())
@@ -66,6 +72,46 @@ def _replace(path: Path, write: Callable[[IO[bytes]], None]) -> None:
     finally:
         with contextlib.suppress(OSError):
             temporary.unlink(missing_ok=True)
+
+
+def create_file(path: Path, mode: int = 0o666) -> IO[bytes]:
+    """A new file to write, never one that is there and never through a link."""
+    return os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, mode), "wb")
+
+
+def private_folder(path: Path) -> Path:
+    """A folder of this user alone in a place that others can write to; one that is not is refused."""
+    try:
+        with contextlib.suppress(FileExistsError):
+            path.mkdir(mode=0o700)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+            raise UserError(
+                f"'{path}' is not a folder of this user; set TMPDIR (or data.cache) to a folder of your own"
+            )
+        if found.st_mode & 0o077:
+            path.chmod(0o700)
+    except OSError as error:
+        raise UserError(f"cannot write '{path}': {error.strerror}; set TMPDIR to a folder of your own") from error
+    return path
+
+
+def set_aside(path: Path) -> Path:
+    """Rename what stands at `path` to the first free `path.unreadable-N`; a link itself, not what it points to."""
+    for number in itertools.count(1):
+        aside = path.with_name(f"{path.name}.unreadable-{number}")
+        if not os.path.lexists(aside):
+            path.rename(aside)
+            return aside
+    raise AssertionError
+
+
+def remove(path: Path) -> None:
+    """Delete what stands at `path`, if anything does: a file, a folder, or a link itself."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _sync_folder(folder: Path) -> None:
@@ -81,12 +127,14 @@ def _sync_folder(folder: Path) -> None:
 def read_npz(path: str | Path, what: str, names: set[str] | None = None) -> Arrays:
     """The arrays of an `.npz` file (only those in `names`, if given); `what` says in errors what the file should be."""
     path = Path(path)
-    if not path.exists():
-        raise UserError(f"there is no file {path}; give the path of {what}")
-    if not path.is_file():
-        raise UserError(f"{path} is not a file; give the path of {what}")
     try:
-        with zipfile.ZipFile(path) as archive:
+        descriptor = open_file(path, follow=True)
+    except FileNotFoundError:
+        raise UserError(f"there is no file {path}; give the path of {what}") from None
+    except BadFileError as error:
+        raise UserError(f"{path} is not a file; give the path of {what}") from error
+    try:
+        with os.fdopen(descriptor, "rb") as file, zipfile.ZipFile(file) as archive:
             return _read_archive(archive, path, what, names)
     except UserError:
         raise
@@ -102,12 +150,12 @@ def _read_archive(archive: zipfile.ZipFile, path: Path, what: str, names: set[st
     for member in archive.infolist():
         name = member.filename.removesuffix(".npy")
         if name == member.filename or name in members:
-            raise UserError(f"{path} is not {what}: '{member.filename}' is not one plain array")
+            raise BadFileError(f"{path} is not {what}: '{member.filename}' is not one plain array")
         if names is None or name in names:
             members[name] = member
     total = sum(member.file_size for member in members.values())
     if total > MAX_NPZ_BYTES:
-        raise UserError(f"{path} is not {what}: it unpacks to {total:,} bytes; the limit is {MAX_NPZ_BYTES:,}")
+        raise BadFileError(f"{path} is not {what}: it unpacks to {total:,} bytes; the limit is {MAX_NPZ_BYTES:,}")
     return {name: _read_member(archive, member, path, what) for name, member in members.items()}
 
 
@@ -120,14 +168,14 @@ def _read_member(archive: zipfile.ZipFile, member: zipfile.ZipInfo, path: Path, 
         }[version]
         shape, _, dtype = read_header(stream)  # type: ignore[no-untyped-call]
         if dtype.kind not in _PLAIN_KINDS or len(shape) > 1:
-            raise UserError(
+            raise BadFileError(
                 f"{path} is not {what}: array '{member.filename}' has type {dtype} and {len(shape)} dimensions; "
                 f"it must hold plain numbers or text in at most one dimension"
             )
         # The size in the header is checked against the bytes present before that much memory is allocated.
         num_bytes = math.prod(shape) * dtype.itemsize
         if min(shape, default=0) < 0 or num_bytes != member.file_size - stream.tell():
-            raise UserError(f"{path} is not {what}: array '{member.filename}' is cut short or too long")
+            raise BadFileError(f"{path} is not {what}: array '{member.filename}' is cut short or too long")
         data = stream.read(num_bytes)
         stream.read(1)  # reaching the end makes zipfile compare the checksum
     return np.frombuffer(data, dtype=dtype).reshape(shape)
@@ -139,10 +187,12 @@ def int_array(
     """Array `name` as one-dimensional int64; `length` values, if given."""
     array = arrays[name]
     if array.dtype.kind not in "iu" or array.ndim != 1:
-        raise UserError(f"{path}: '{name}' has type {array.dtype} and {array.ndim} dimensions; it must list integers")
+        raise BadFileError(
+            f"{path}: '{name}' has type {array.dtype} and {array.ndim} dimensions; it must list integers"
+        )
     _check_length(array, name, path, length)
     if array.size and array.dtype == np.uint64 and int(array.max()) > np.iinfo(np.int64).max:
-        raise UserError(f"{path}: '{name}' holds {array.max()}; the limit is {np.iinfo(np.int64).max}")
+        raise BadFileError(f"{path}: '{name}' holds {array.max()}; the limit is {np.iinfo(np.int64).max}")
     return array.astype(np.int64)
 
 
@@ -152,12 +202,12 @@ def float_array(
     """Array `name` as one-dimensional float64, all finite; `length` values, if given."""
     array = arrays[name]
     if array.dtype.kind != "f" or array.ndim != 1:
-        raise UserError(f"{path}: '{name}' has type {array.dtype} and {array.ndim} dimensions; it must list floats")
+        raise BadFileError(f"{path}: '{name}' has type {array.dtype} and {array.ndim} dimensions; it must list floats")
     _check_length(array, name, path, length)
     finite = np.isfinite(array)
     if not finite.all():
         index = int(np.flatnonzero(~finite)[0])
-        raise UserError(f"{path}: '{name}' holds {array[index]} at {index}; every value must be finite")
+        raise BadFileError(f"{path}: '{name}' holds {array[index]} at {index}; every value must be finite")
     return array.astype(np.float64)
 
 
@@ -165,13 +215,13 @@ def int_scalar(arrays: Mapping[str, NDArray[Any]], name: str, path: str | Path) 
     """The single integer `name`."""
     array = arrays[name]
     if array.dtype.kind not in "iu" or array.size != 1:
-        raise UserError(f"{path}: '{name}' has type {array.dtype} and {array.size} values; it must be one integer")
+        raise BadFileError(f"{path}: '{name}' has type {array.dtype} and {array.size} values; it must be one integer")
     return int(array.reshape(-1)[0])
 
 
 def _check_length(array: NDArray[Any], name: str, path: str | Path, length: int | None) -> None:
     if length is not None and len(array) != length:
-        raise UserError(f"{path}: '{name}' has {len(array):,} values; it must have {length:,}")
+        raise BadFileError(f"{path}: '{name}' has {len(array):,} values; it must have {length:,}")
 
 
 def process_start(pid: int) -> str | None:

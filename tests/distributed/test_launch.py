@@ -14,7 +14,10 @@ import pytest
 from train_helpers import read_metrics, saved_weights, small_config
 
 from xgram_dist.checkpoint.folder import list_steps
+from xgram_dist.checkpoint.lease import check_free
+from xgram_dist.cli.main import main
 from xgram_dist.config import dump_config
+from xgram_dist.train.starts import read_starts
 
 
 def recipe(tmp_path, data, **sections):
@@ -119,22 +122,73 @@ def ranks_of(process):
     return found
 
 
-def test_a_killed_rank_takes_the_others_down_and_is_named(tmp_path, data):
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_killed_rank_takes_the_others_down_and_is_named_first(tmp_path, data, killed):
+    process = start_training(tmp_path, data)
+    pids = ranks_of(process)
+    assert set(pids) == {0, 1}
+    os.kill(pids[killed], signal.SIGKILL)
+    since = time.monotonic()
+    code, _, errors = finish(process, timeout=30)
+    assert code != 0
+    assert time.monotonic() - since < 30
+    assert errors.startswith(f"xgram-dist: rank {killed} of 2 was killed by signal 9 (SIGKILL)")
+    assert "Traceback" not in errors
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
+
+
+def test_ranks_end_with_their_launcher_and_free_the_folder(tmp_path, data):
+    process = start_training(tmp_path, data)
+    pids = ranks_of(process)
+    process.kill()
+    process.communicate(timeout=30)
+    end = time.monotonic() + 10
+    while any(is_running(pid) for pid in pids.values()):
+        assert time.monotonic() < end, "ranks outlive their launcher"
+        time.sleep(0.05)
+    check_free(tmp_path / "run")
+
+
+def is_running(pid):
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def listening_addresses(pids):
+    """Addresses at which these processes accept connections over TCP."""
+    sockets = set()
+    for pid in pids:
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                sockets.add(os.readlink(link))
+    found = set()
+    for family in ("tcp", "tcp6"):
+        for line in Path(f"/proc/net/{family}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == "0A" and f"socket:[{fields[9]}]" in sockets:
+                found.add(fields[1].split(":")[0])
+    return found
+
+
+def test_ranks_of_one_machine_listen_on_the_loopback_device_alone(tmp_path, data):
+    process = start_training(tmp_path, data)
+    found = listening_addresses(ranks_of(process).values())
+    process.kill()
+    process.communicate(timeout=30)
+    assert found == {"0100007F"}  # 127.0.0.1, in the kernel's order
+
+
+def start_training(tmp_path, data):
+    """A run on two ranks, under way."""
     path = recipe(tmp_path, data, train={"steps": 100_000})
     process = start(path, "--ranks", "2", "--folder", str(tmp_path / "run"))
     assert process.stdout is not None
-    for line in process.stdout:  # training is under way
+    for line in process.stdout:
         if line.startswith("step"):
-            break
-    pids = ranks_of(process)
-    assert set(pids) == {0, 1}
-    os.kill(pids[1], signal.SIGKILL)
-    killed = time.monotonic()
-    code, _, errors = finish(process, timeout=30)
-    assert code != 0
-    assert time.monotonic() - killed < 30
-    assert "rank 1 of 2 was killed by signal 9" in errors
-    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids.values())
+            return process
+    pytest.fail(process.communicate()[1])
 
 
 def test_a_rank_that_waits_too_long_says_on_which_step_and_phase(tmp_path, data):
@@ -213,4 +267,32 @@ def test_a_batch_that_does_not_divide_over_the_ranks_is_refused_before_they_star
     assert code == 2
     assert "train.global_batch = 8" in errors
     assert "3 ranks" in errors
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_that_lost_one_are_forked_again_and_train_to_the_last_bit(tmp_path, data):
+    path = recipe(tmp_path, data, train={"steps": 60}, checkpoint={"every": 4})
+    code, _, errors = finish(start(path, "--ranks", "2", "--folder", str(tmp_path / "whole")))
+    assert code == 0, errors
+    folder = tmp_path / "run"
+    process = start(path, "--ranks", "2", "--restarts", "1", "--folder", str(folder), "--fresh")
+    deadline = time.monotonic() + 60
+    while not list_steps(folder) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    os.kill(int(children[-1]), signal.SIGKILL)
+    code, output, errors = finish(process)
+    assert code == 0, errors
+    assert "starting 2 ranks again (restart 1 of 1)" in errors
+    assert "resuming after step" in output
+    ours, theirs = saved_weights(folder), saved_weights(tmp_path / "whole")
+    assert all(np.array_equal(ours[name], theirs[name]) for name in theirs)
+    starts = read_starts(folder)
+    assert [one["ended"] for one in starts] == [None, "complete"]
+    assert starts[1]["after_step"] > 0
+
+
+def test_restarts_without_ranks_are_refused(tmp_path, data, capsys):
+    assert main(["train", recipe(tmp_path, data), "--restarts", "1", "--folder", str(tmp_path / "run")]) == 2
+    assert "add --ranks N" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()

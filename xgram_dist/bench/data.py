@@ -31,12 +31,15 @@ from xgram_dist.data.loader import Loader
 from xgram_dist.data.prepare import Request, Source, prepare
 from xgram_dist.data.train_bpe import train_bpe
 from xgram_dist.data.workers import available_cores
+from xgram_dist.environment import PARENT
 
 _TEXT_BYTES = 1_000_000_000
 _HUGGINGFACE_BYTES = 16_000_000
 _HUGGINGFACE = """
-import sys, time
+import os, sys, time
 from pathlib import Path
+from xgram_dist.parallel.launch import end_with_parent
+end_with_parent(int(os.environ["XGRAM_DIST_PARENT"]))
 from tokenizers import Tokenizer
 from xgram_dist.data.documents import Document, find_files, read_documents
 library = Tokenizer.from_file(sys.argv[1])
@@ -59,8 +62,10 @@ size = sum(len(text.encode()) for text in texts)
 print(size / seconds, cpu / size)
 """
 _GIGATOKEN = """
-import sys, time
+import os, sys, time
 from pathlib import Path
+from xgram_dist.parallel.launch import end_with_parent
+end_with_parent(int(os.environ["XGRAM_DIST_PARENT"]))
 from xgram_dist.data import documents
 from xgram_dist.data.engines import GIGATOKEN, load_engine
 from xgram_dist.data.tokenizer import load_tokenizer
@@ -211,7 +216,7 @@ def _tokenizer(sources: list[Source], tokenizer: str | None, folder: Path) -> tu
 
 def _huggingface(tokenizer: Path, paths: list[str]) -> tuple[float, float]:
     """(bytes a second, CPU seconds a byte) of a process of its own, with the library's own threads on all cores."""
-    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true"}
+    environment = {**os.environ, "TOKENIZERS_PARALLELISM": "true", PARENT: str(os.getpid())}
     command = [sys.executable, "-c", _HUGGINGFACE, str(tokenizer), str(_HUGGINGFACE_BYTES), *paths]
     done = subprocess.run(command, env=environment, check=True, capture_output=True, text=True)
     rate, cpu = map(float, done.stdout.split())
@@ -223,7 +228,10 @@ def _gigatoken(tokenizer: Path, files: list[str], cores: int) -> tuple[float, fl
     files = sorted(files, key=lambda file: (-os.path.getsize(file), file))
     processes = [
         subprocess.Popen(
-            [sys.executable, "-c", _GIGATOKEN, str(tokenizer), *files[core::cores]], stdout=subprocess.PIPE, text=True
+            [sys.executable, "-c", _GIGATOKEN, str(tokenizer), *files[core::cores]],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, PARENT: str(os.getpid())},
         )
         for core in range(min(cores, len(files)))
     ]

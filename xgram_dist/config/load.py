@@ -22,9 +22,17 @@ from pydantic import BaseModel, ValidationError
 
 from xgram_dist.config.schema import Config
 from xgram_dist.config.validate import check
-from xgram_dist.errors import UserError, nearest
+from xgram_dist.errors import UserError, nearest, one_line
+from xgram_dist.untrusted import read_file
 
 Model = TypeVar("Model", bound=BaseModel)
+
+
+MAX_BYTES, MAX_VALUES, MAX_SHOWN = 1 << 20, 20_000, 100
+"""Of a recipe file; of its values, aliases counted as copies; of the characters of a value in a message."""
+MAX_EXTENDS, MAX_FLOAT = 16, 1e30
+"""Files that extend each other; the size of a number, which must fit fp32 with room to multiply."""
+_CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 class RemovedKey(NamedTuple):
@@ -47,7 +55,23 @@ RENAMED_KEYS: dict[str, str] = {}
 
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that reads 1e-3 as a number (YAML 1.1 wants a dot) and refuses duplicate keys."""
+    """Safe YAML that reads 1e-3 as a number (YAML 1.1 wants a dot) and refuses duplicate keys, and aliases that stand
+    for more values than a recipe can have."""
+
+    def __init__(self, stream: str):
+        super().__init__(stream)
+        self._sizes: dict[int, int] = {}
+        """Values within each node, by its id; aliases count as copies."""
+
+    def compose_node(self, parent: Any, index: Any) -> Any:
+        node: Any = super().compose_node(parent, index)
+        if id(node) not in self._sizes:
+            size = 1 + sum(self._sizes[id(child)] for child in _children(node) if id(child) in self._sizes)
+            if size > MAX_VALUES:
+                problem = f"more than {MAX_VALUES:,} values, each alias counted as what it stands for"
+                raise yaml.MarkedYAMLError(None, None, problem, node.start_mark)
+            self._sizes[id(node)] = size
+        return node
 
     def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
         seen = set()
@@ -59,6 +83,12 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(None, None, f"duplicate key '{key_node.value}'", key_node.start_mark)
             seen.add(key_node.value)
         return super().construct_mapping(node, deep)
+
+
+def _children(node: Any) -> list[Any]:
+    if isinstance(node, yaml.MappingNode):
+        return [part for pair in node.value for part in pair]
+    return list(node.value) if isinstance(node, yaml.SequenceNode) else []
 
 
 class _Dumper(yaml.SafeDumper):
@@ -99,26 +129,50 @@ def build_section(section: type[Model], tree: dict[str, Any], kind: str) -> Mode
     """A plain tree as `section`, each key checked; errors call the tree a `kind`."""
     try:
         # Through JSON: strict mode then accepts a list for a tuple, but never '5' for 5 or 1 for true.
-        return section.model_validate_json(json.dumps(tree, default=str))
+        built = section.model_validate_json(json.dumps(tree, default=str))
     except ValidationError as error:
         raise UserError(_sentence(error, section, kind)) from None
+    _check_values(built.model_dump(mode="json"), "")
+    return built
+
+
+def _check_values(value: Any, key: str) -> None:
+    """Refuses what no key can mean: numbers beyond int64 and fp32, and control characters, which no path has."""
+    if isinstance(value, dict):
+        for name, below in value.items():
+            _check_values(name, key)
+            _check_values(below, f"{key}.{name}" if key else str(name))
+    elif isinstance(value, list):
+        for below in value:
+            _check_values(below, key)
+    elif isinstance(value, int) and abs(value) >= 1 << 63:
+        raise UserError(f"{one_line(key, MAX_SHOWN)} = {_show(value)}: must be below 2^63")
+    elif isinstance(value, float) and not abs(value) <= MAX_FLOAT:
+        raise UserError(f"{one_line(key, MAX_SHOWN)} = {value:g}: must be at most {MAX_FLOAT:g} in size")
+    elif isinstance(value, str) and _CONTROL.search(value):
+        raise UserError(f"{one_line(key, MAX_SHOWN)} = {_show(value)}: must not contain control characters")
 
 
 def parse_config(text: str) -> Config:
     """The config that `dump_config` wrote, by this version or an earlier one."""
+    return build_config(parse_tree(text))
+
+
+def parse_tree(text: str) -> dict[str, Any]:
+    """The plain tree of a recipe in a checkpoint or run folder, of any version."""
     try:
         tree = _parse(text)
     except yaml.YAMLError:
         tree = None
     if not isinstance(tree, dict):
         raise UserError("the recipe cannot be read: it is not a YAML mapping")
-    return build_config(tree)
+    return tree
 
 
 def is_saved_as(config: Config, path: Path) -> bool:
     """Whether `path` holds this config, as `dump_config` of this or an earlier version wrote it."""
     try:
-        return parse_config(path.read_text(encoding="utf-8")) == config
+        return parse_config(read_file(path, limit=MAX_BYTES, follow=True).decode()) == config
     except (OSError, ValueError, UserError):
         return False
 
@@ -136,8 +190,7 @@ def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, 
     if path.resolve() in above:
         raise UserError(f"{kind} '{path}' extends itself{where}; remove one of the two 'extends'")
     try:
-        text = path.read_text(encoding="utf-8")
-        tree = _parse(text)
+        tree = _parse(_read_text(path, kind, where))
     except OSError as error:
         raise UserError(f"cannot read {kind} '{path}'{where}: {error.strerror}{_similar_file(path)}") from None
     except UnicodeDecodeError:
@@ -145,7 +198,7 @@ def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, 
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = getattr(error, "problem", None) or " ".join(str(error).split())
+        problem = one_line(getattr(error, "problem", None) or " ".join(str(error).split()), 160)
         raise UserError(f"{kind} '{path}'{where}{position}: not valid YAML: {problem}") from None
     if not isinstance(tree, dict):
         content = "empty" if tree is None else f"a {type(tree).__name__}"
@@ -153,18 +206,38 @@ def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, 
     base = tree.pop("extends", None)
     if base is None:
         return tree
-    if not isinstance(base, str):
-        raise UserError(f"{kind} '{path}': extends = {base!r} must be the path of another {kind}")
+    if not isinstance(base, str) or _CONTROL.search(base):
+        raise UserError(f"{kind} '{path}': extends = {_show(base)} must be the path of another {kind}")
+    if len(above) == MAX_EXTENDS:
+        raise UserError(f"{kind} '{path}': more than {MAX_EXTENDS} files extend each other")
     return _merge(read_tree(path.parent / base, kind, (*above, path.resolve())), tree)
+
+
+def _read_text(path: Path, kind: str, where: str) -> str:
+    if path.exists() and not path.is_file():
+        raise UserError(f"{kind} '{path}'{where} is not a file")
+    with path.open("rb") as file:
+        content = file.read(MAX_BYTES + 1)
+    if len(content) > MAX_BYTES:
+        raise UserError(f"{kind} '{path}'{where} is longer than {MAX_BYTES >> 20} MiB, so it is not a {kind}")
+    return content.decode("utf-8")
+
+
+def _show(value: Any) -> str:
+    return one_line(repr(value), MAX_SHOWN)
 
 
 def _parse(text: str) -> Any:
     """YAML as a plain tree of JSON types; every fault is a YAMLError."""
+    if len(text) > MAX_BYTES:
+        raise yaml.YAMLError(f"it is longer than {MAX_BYTES >> 20} MiB")
     try:
         tree = yaml.load(text, Loader=_Loader)  # a subclass of SafeLoader
         # Through JSON: an alias becomes a copy, so that an override of one occurrence does not change the other.
         return json.loads(json.dumps(tree, default=str))
-    except (ValueError, TypeError, RecursionError) as error:  # an invalid date, a list within itself
+    except RecursionError:
+        raise yaml.YAMLError("it is nested too deeply") from None
+    except (ValueError, TypeError, OverflowError) as error:  # an invalid date, a list within itself
         raise yaml.YAMLError(str(error)) from None
 
 
@@ -204,7 +277,7 @@ def _migrate(tree: dict[str, Any]) -> dict[str, Any]:
         if value is _MISSING:
             continue
         if value != default:
-            raise UserError(f"{key} = {value!r}: this key was removed; take it out, and {advice}")
+            raise UserError(f"{key} = {_show(value)}: this key was removed; take it out, and {advice}")
         _delete(tree, key)
     for old, new in RENAMED_KEYS.items():
         value = _find(tree, old)
@@ -233,16 +306,22 @@ def _delete(tree: dict[str, Any], key: str) -> None:
 def _apply_override(tree: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise UserError(f"override '{override}' must look like key.subkey=value, for example train.steps=100")
+        raise UserError(
+            f"override '{one_line(override, MAX_SHOWN)}' must look like key.subkey=value, for example train.steps=100"
+        )
     try:
         value = _parse(text)
-    except yaml.YAMLError:
-        raise UserError(f"override '{override}': the value is not valid YAML") from None
+    except yaml.YAMLError as error:
+        problem = f": {error.problem}" if isinstance(error, yaml.MarkedYAMLError) else ""
+        shown = one_line(override, MAX_SHOWN)
+        raise UserError(f"override '{shown}': the value is not valid YAML{problem}") from None
     *parents, last = key.split(".")
     for parent in parents:
         below = tree.setdefault(parent, {})
         if not isinstance(below, dict):
-            raise UserError(f"override '{override}': '{parent}' is not a group of keys")
+            raise UserError(
+                f"override '{one_line(override, MAX_SHOWN)}': '{one_line(parent, 40)}' is not a group of keys"
+            )
         tree = below
     tree[last] = value
 
@@ -257,7 +336,7 @@ def _sentence(error: ValidationError, section: type[BaseModel], kind: str) -> st
     paths.sort(key=lambda path: by_path[path][0]["type"] != "extra_forbidden")
     path = paths[0]
     problem = by_path[path][0]
-    key = ".".join(path)
+    key = one_line(".".join(path), MAX_SHOWN)
     if not path:
         text = f"the {kind} cannot be read: {problem['msg']}"
     elif problem["type"] == "extra_forbidden":
@@ -269,7 +348,7 @@ def _sentence(error: ValidationError, section: type[BaseModel], kind: str) -> st
     else:
         # A key of a union type has one fault for each type of the union.
         limits = [_in_words(other["msg"]) for other in by_path[path]]
-        text = f"{key} = {problem['input']!r}: must {limits[0]}"
+        text = f"{key} = {_show(problem['input'])}: must {limits[0]}"
         text += "".join(f" or {limit.removeprefix('be ')}" for limit in limits[1:])
     more = len(paths) - 1
     return text + (f" (and {more} more problem{'s' if more > 1 else ''})" if more else "")

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-BYTES = r"^\d+(\.\d+)? ?[kKMGT]i?B$"
+BYTES = r"^\d{1,12}(\.\d{1,6})? ?[kKMGT]i?B$"
 _POWERS = {"K": 1, "M": 2, "G": 3, "T": 4}
 
 
@@ -22,6 +22,9 @@ def parse_bytes(text: str) -> int:
 
 Positive = Annotated[int, Field(gt=0)]
 NotNegative = Annotated[int, Field(ge=0)]
+Dimension = Annotated[int, Field(gt=0, le=1 << 24)]
+Count = Annotated[int, Field(gt=0, le=10_000)]
+Seconds = Annotated[float, Field(gt=0, le=1e8)]
 Share = Annotated[float, Field(ge=0, le=1)]
 Bytes = Annotated[str, Field(pattern=BYTES)]
 BelowOne = Annotated[float, Field(ge=0, lt=1)]
@@ -34,25 +37,45 @@ class Section(BaseModel):
     )
 
 
-class ModelConfig(Section):
-    """The dense backbone: decoder-only, pre-norm, grouped-query attention, SwiGLU, untied head."""
+class RopeScalingConfig(Section):
+    """Rotary frequencies of Llama 3.1 and later: slow ones are divided by `factor`, fast ones kept."""
 
-    vocabulary: Positive
+    factor: Annotated[float, Field(ge=1)] = 1.0
+    """Divisor of the frequencies whose wavelength is above original_length / low_frequency; 1: no scaling."""
+    low_frequency: Annotated[float, Field(gt=0)] = 1.0
+    """Turns within `original_length` tokens up to which a frequency is divided."""
+    high_frequency: Annotated[float, Field(gt=0)] = 4.0
+    """Turns within `original_length` tokens from which a frequency is kept; between the two, it is interpolated."""
+    original_length: Positive = 8192
+    """Tokens in a sequence before the scaling."""
+
+
+class ModelConfig(Section):
+    """The dense backbone: decoder-only, grouped-query attention, SwiGLU, untied head."""
+
+    vocabulary: Annotated[int, Field(gt=0, le=1 << 26)]
     """Rows of the input embedding and of the output head: the tokenizer's vocabulary, or more to pad it."""
-    layers: Positive
+    layers: Count
     """Number of transformer blocks."""
-    width: Positive
+    width: Dimension
     """Width of the residual stream."""
-    ffn_width: Positive
+    ffn_width: Dimension
     """Inner width of the SwiGLU feed-forward."""
-    heads: Positive
+    heads: Dimension
     """Number of query heads."""
-    kv_heads: Positive
+    kv_heads: Dimension
     """Number of key/value heads; must divide `heads`."""
-    sequence_length: Annotated[int, Field(ge=2)]
+    head_width: Dimension | None = None
+    """Width of a head; by default width / heads."""
+    sequence_length: Annotated[int, Field(ge=2, le=1 << 24)]
     """Tokens in a training sequence."""
     rope_theta: Annotated[float, Field(gt=0)] = 500_000.0
     """Base of the rotary position embedding."""
+    rope_scaling: RopeScalingConfig = RopeScalingConfig()
+    norms: Literal["before", "after"] = "before"
+    """Where the RMSNorms of a block stand: before attention and feed-forward, or after each (OLMo-2)."""
+    qk_norm: Literal["width", "head", "none"] = "width"
+    """RMSNorm of queries and keys: over all heads together, over each head (Qwen3), or none (Llama)."""
     norm_eps: Annotated[float, Field(gt=0)] = 1e-8
     """Epsilon of the backbone's RMSNorms."""
     init_std: Annotated[float, Field(gt=0)] = 0.02
@@ -68,11 +91,20 @@ class ModelConfig(Section):
     """Tokens whose logits are computed at a time; bounds the memory of the loss to loss_chunk x vocabulary numbers: in
     the compute type with `train.compile` on GPUs, else also in fp32. Larger chunks read the head's weights less."""
 
+    @property
+    def width_of_head(self) -> int:
+        return self.head_width or self.width // self.heads
+
+    @property
+    def attention_width(self) -> int:
+        """Of all query heads."""
+        return self.heads * self.width_of_head
+
 
 class SiteConfig(Section):
     """One injection site."""
 
-    views: Positive = 1
+    views: Count = 1
     """Number of views: parallel retrieval and extraction branches, each with its own tables."""
     kernels: Annotated[tuple[Positive, ...], Field(min_length=1)] = (3,)
     """Kernel sizes of the short convolutions; view m uses kernels[m mod number of kernels]."""
@@ -89,7 +121,7 @@ class RoutingConfig(Section):
     """Frequency file written by `xgram-dist frequencies`; by default the token counts of the prepared data are used."""
     vip: NotNegative = 200
     """Number of VIP tokens: the most frequent ones, each with a row of its own."""
-    buckets: Positive = 32
+    buckets: Annotated[int, Field(gt=0, le=1 << 20)] = 32
     """Number of frequency-balanced buckets of rows for the other tokens."""
     paths: Annotated[int, Field(ge=1, le=8)] = 2
     """Rows that a token is hashed to in a bucket with more tokens than rows."""
@@ -128,7 +160,7 @@ class InjectionConfig(Section):
 class RetokenConfig(Section):
     """memory.method = retoken: the feed-forward output is multiplied by factors looked up by token."""
 
-    views: Positive = 1
+    views: Count = 1
     """Number of factors, each with its own tables."""
     layers: Layers = "all"
     """Blocks with this method: all, or a list of indices from 0."""
@@ -137,7 +169,7 @@ class RetokenConfig(Section):
 class MortConfig(Section):
     """memory.method = mort: a router mixes rows looked up by token; the mixture is added to the block output."""
 
-    views: Positive = 2
+    views: Count = 2
     """Tables per block that the router chooses from."""
     top: Positive = 2
     """Tables read at each position."""
@@ -188,7 +220,7 @@ class MoleConfig(Section):
     """memory.method = mole: routed experts that read only the token embedding, so that export can turn them into
     tables."""
 
-    experts: Positive = 4
+    experts: Count = 4
     """Experts per block; all are evaluated and the router weights them."""
     width: Positive | None = None
     """Inner width of an expert; by default model.ffn_width."""
@@ -203,7 +235,7 @@ class SconeConfig(Section):
     """Number of n-grams with an embedding: the most frequent ones of the data."""
     longest: Annotated[int, Field(ge=2, le=8)] = 3
     """Length of the longest n-grams; the shortest is 2. A position uses the longest n-gram that ends there."""
-    layers: Positive = 2
+    layers: Count = 2
     """Blocks of the side network, of the same width as the model's."""
     sequences: Positive = 16_384
     """Sequences of the data in which n-grams are counted."""
@@ -264,6 +296,16 @@ class MemoryConfig(Section):
     placement: Literal["device", "host", "disk"] = "device"
     """Memory tier of rows and optimizer state: the device, host memory, or files on the node's local disk, of which the
     system keeps in memory what fits. The working set is always on the device. Results are the same."""
+    rows_dtype: Literal["fp32", "bf16"] = "fp32"
+    """Data type in which rows are stored. A row in bf16 is read, caught up and updated in fp32, and rounded at random
+    when it is written, by bits that are a function of the seed, the step, the row and the column, so that runs repeat
+    ([tiers.md](tiers.md#smaller-numbers)). Not with optimizer = dense or adagrad."""
+    moments: Literal["fp32", "bf16"] = "fp32"
+    """Data type in which both moments of the rows are stored; bf16 as for `rows_dtype`."""
+    update: Literal["auto", "host", "device"] = "auto"
+    """placement=host, disk: where touched rows are read and updated. device: records of a step are copied there while
+    the step before computes, and back. host: where they lie, by the CPU's threads. auto: on the device if it is a GPU.
+    `plan` compares the two. Results are the same bit for bit. With `rows` = all, rows are updated where they lie."""
     folder: str | None = None
     """placement=disk: scratch folder on a local disk of every node. Its files are removed at the end of the run, and
     those of a killed run by the next one."""
@@ -272,6 +314,11 @@ class MemoryConfig(Section):
     (vectors and their gradients)."""
     wire: Literal["fp32", "bf16"] = "fp32"
     """Data type of vectors and gradients in the exchange between ranks; sums are always fp32."""
+    shard: Literal["world", "node"] | Positive = "world"
+    """Ranks of the data axis that together hold the tables once, their rows sharded over them. world: all. node: those
+    of a node. A number: so many consecutive ones. Where there are several such groups, each holds a replica of the
+    tables: vectors are exchanged within a group, and the gradients of the rows of a step are summed over the groups, so
+    that replicas stay equal bit for bit. `xgram-dist plan --shards` compares the choices."""
     plan_ahead: bool = True
     """Plan the exchange of the next step during this one."""
     overlap: bool = False
@@ -281,7 +328,7 @@ class MemoryConfig(Section):
 
 
 class OptimizerConfig(Section):
-    """AdamW with a cosine schedule."""
+    """AdamW and its learning rate."""
 
     learning_rate: Annotated[float, Field(gt=0)] = 1e-3
     """Peak learning rate of the backbone."""
@@ -289,6 +336,10 @@ class OptimizerConfig(Section):
     """Decay rates of the running averages of the gradient and of its square."""
     eps: Annotated[float, Field(gt=0)] = 1e-8
     """Added to the denominator of the update."""
+    matrices: Literal["adamw", "muon"] = "adamw"
+    """Optimizer of the matrices of attention and feed-forward. muon: torch's Muon with momentum 0.95, scaled to the
+    size of AdamW's updates, so that learning rate and weight decay carry over; all else is AdamW's. Not with
+    parallel.engine = deepspeed, nor with tensor parallelism."""
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay of matrices; of tables unless memory.weight_decay is set."""
     decay_vectors: bool = False
@@ -298,8 +349,13 @@ class OptimizerConfig(Section):
     """Largest joint gradient norm of backbone and tables; 0 turns clipping off."""
     warmup_share: Share = 0.05
     """Share of the steps over which the learning rate rises linearly to its peak."""
+    schedule: Literal["cosine", "linear", "wsd", "constant"] = "cosine"
+    """Learning rate after the warm-up. cosine, linear: from the peak to `final_share` of it at the last step; wsd: at
+    the peak, then linear over the last `decay_share` of the steps; constant: at the peak."""
+    decay_share: Annotated[float, Field(gt=0, le=1)] = 0.2
+    """wsd: share of the steps over which the learning rate falls."""
     final_share: Share = 0.1
-    """Learning rate at the last step, as a share of the peak."""
+    """Learning rate at the last step, as a share of the peak; not of a constant one."""
 
 
 class StageConfig(Section):
@@ -310,7 +366,7 @@ class StageConfig(Section):
     of a step's tokens where the sequence length changes."""
     weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Share of each source in a batch; a source that is not named has none."""
-    sequence_length: Annotated[int, Field(ge=2)] | None = None
+    sequence_length: Annotated[int, Field(ge=2, le=1 << 24)] | None = None
     """Tokens in a sequence; divides `model.sequence_length`. A step keeps its number of tokens."""
     path: str | None = None
     """Folder of another data set of the same tokenizer."""
@@ -330,6 +386,9 @@ class DataConfig(Section):
     """Folder for fetched and decompressed shards; by default the data folder itself, or the temporary folder."""
     cache_limit: Positive | None = None
     """Bytes of decompressed shards to keep, for all ranks of a node together; by default all are kept."""
+    packing: Literal["join", "whole_documents"] | None = None
+    """How the data must have been packed by `prepare`; data packed otherwise is refused. join: documents joined and cut
+    anywhere; whole_documents: `--whole-documents`, padded; null: either."""
     weights: dict[str, Annotated[float, Field(ge=0)]] | None = None
     """Share of each source in a batch; by default the weights the data set was prepared with."""
     stages: tuple[StageConfig, ...] = ()
@@ -348,7 +407,7 @@ class ParallelConfig(Section):
     engine: Literal["deepspeed", "hsdp", "replicated"] = "deepspeed"
     """Backbone engine. deepspeed: ZeRO; hsdp: PyTorch's FSDP2 over replicate x shard; replicated: a full copy on every
     rank."""
-    tensor: Positive = 1
+    tensor: Count = 1
     """Degree of tensor parallelism (as in Megatron); the data axis has ranks / tensor ranks."""
     sequence_parallel: bool = False
     """Shard activations between layers over the tensor axis, by sequence (as in Megatron)."""
@@ -369,7 +428,7 @@ class CheckpointConfig(Section):
 
     every: NotNegative = 0
     """Steps between checkpoints; 0: none by steps."""
-    minutes: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    minutes: float = Field(default=0.0, ge=0, le=1e8, allow_inf_nan=False)
     """Minutes between checkpoints, in addition to `every`; 0: none by time."""
     keep: Positive = 2
     """Number of newest checkpoints to keep."""
@@ -377,6 +436,10 @@ class CheckpointConfig(Section):
     """Also keep checkpoints whose step is a multiple of this; 0: none."""
     asynchronous: bool = True
     """Copy the state and write it in the background while training continues."""
+    remote: str | None = None
+    """Address (`s3://BUCKET/PREFIX`) or folder to which checkpoints are also uploaded, below the name of the run
+    folder, and from which a run on an empty disk resumes. Credentials are taken from the environment alone
+    ([checkpoints.md](checkpoints.md#checkpoints-on-object-storage))."""
 
 
 class EvalConfig(Section):
@@ -402,17 +465,25 @@ class TrainConfig(Section):
     """Sequences per optimizer step, over all ranks and micro-batches."""
     micro_batch: Positive = 8
     """Sequences per forward pass of a rank."""
+    accumulation: Literal["batches", "tokens"] = "batches"
+    """What a step's loss is the mean of. batches: the means of the micro-batches, over all ranks; tokens: all labels of
+    the step. They differ where micro-batches have different numbers of labels (`model.label_masking`)."""
     precision: Literal["fp32", "bf16"] = "bf16"
     """Data type of parameters and activations in forward and backward; master weights, sums, norms and loss are
     fp32."""
     compile: bool = False
     """Compile each block with torch.compile, and on GPUs the passes over the logits."""
+    freeze_backbone: bool = False
+    """Train the tables, and the modules that read them, alone. Not with parallel.engine = deepspeed."""
     activation_checkpointing: bool = False
     """Recompute each block in backward instead of storing its activations."""
     seed: NotNegative = 0
     """Seed of the initial weights and of the data order."""
     log_every: Positive = 10
     """Steps between log lines and metrics."""
+    loggers: tuple[Literal["tensorboard", "wandb", "mlflow"], ...] = ("tensorboard",)
+    """Where records go beside `metrics.jsonl`. Keys and servers are taken from the environment alone; without them,
+    records go to files in the run folder ([training.md](training.md#loggers))."""
     validate_every: NotNegative = 0
     """Steps between validations; 0: only at the end."""
     validation_sequences: Positive = 64
@@ -424,7 +495,12 @@ class TrainConfig(Section):
     spike_sigmas: Annotated[float, Field(gt=0)] | None = None
     """Skip a step whose loss or gradient norm exceeds the mean of the last 128 steps by so many standard deviations; by
     default only steps that are not finite are skipped."""
-    collective_timeout: Annotated[float, Field(gt=0)] = 600.0
+    check_finite: Literal["step", "layers"] = "step"
+    """What is checked for values that are not finite. step: the loss and the joint gradient norm, which costs nothing.
+    layers: in addition the output of every module and its gradient, to name the first that is not finite; the step is
+    then done again from the newest checkpoint, to tell a faulty device from data. Slower, and without compiled
+    blocks."""
+    collective_timeout: Seconds = 600.0
     """Seconds after which a rank that waits for the others fails and reports where."""
     profile_from: NotNegative = 0
     """First step recorded by torch's profiler, which writes trace.json to the run folder; 0: no profile."""

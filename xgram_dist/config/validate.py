@@ -11,6 +11,7 @@ def check(config: Config) -> None:
     _check_model(config)
     _check_parallel(config)
     _check_placement(config)
+    _check_stored_types(config)
     accumulation(config, ranks=1)
 
 
@@ -29,12 +30,19 @@ def accumulation(config: Config, ranks: int) -> int:
 
 def _check_model(config: Config) -> None:
     model = config.model
-    if model.width % model.heads:
+    if model.head_width is None and model.width % model.heads:
         raise UserError(f"model.width = {model.width} is not divisible by model.heads = {model.heads}")
-    if (model.width // model.heads) % 2:
+    if model.width_of_head % 2:
+        source = f"model.width = {model.width} over model.heads = {model.heads} gives heads of width "
         raise UserError(
-            f"model.width = {model.width} over model.heads = {model.heads} gives heads of width "
-            f"{model.width // model.heads}, which is odd; rotary embedding needs an even one"
+            f"{'model.head_width = ' if model.head_width else source}{model.width_of_head}, which is odd; rotary "
+            f"embedding needs an even one"
+        )
+    scaling = model.rope_scaling
+    if scaling.low_frequency >= scaling.high_frequency:
+        raise UserError(
+            f"model.rope_scaling.low_frequency = {scaling.low_frequency:g} must be below high_frequency = "
+            f"{scaling.high_frequency:g}"
         )
     if model.heads % model.kv_heads:
         raise UserError(f"model.heads = {model.heads} is not divisible by model.kv_heads = {model.kv_heads}")
@@ -55,6 +63,19 @@ def _check_parallel(config: Config) -> None:
                 f"parallel.{key} = {value} is of parallel.engine = {engine}, but the recipe has {parallel.engine}; "
                 f"take it out or change the engine"
             )
+    if config.optimizer.matrices == "muon" and (parallel.engine == "deepspeed" or parallel.tensor > 1):
+        key = (
+            "parallel.engine = deepspeed" if parallel.engine == "deepspeed" else f"parallel.tensor = {parallel.tensor}"
+        )
+        raise UserError(
+            f"optimizer.matrices = muon needs whole matrices, which {key} cuts; set parallel.engine=hsdp or "
+            f"parallel.engine=replicated, with parallel.tensor=1"
+        )
+    if config.train.freeze_backbone and parallel.engine == "deepspeed":
+        raise UserError(
+            "train.freeze_backbone = true is not offered with parallel.engine = deepspeed; set parallel.engine=hsdp "
+            "or parallel.engine=replicated"
+        )
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
 
@@ -80,6 +101,27 @@ def _check_placement(config: Config) -> None:
             "memory.rows = all keeps every row from the start, which memory.placement = disk does not; set "
             "memory.rows=touched: results are the same bit for bit"
         )
+    if memory.placement == "device" and memory.update != "auto":
+        raise UserError(
+            f"memory.update = {memory.update} is of memory.placement = host and disk, but the recipe has device; take "
+            "it out or change the placement"
+        )
+    if memory.update == "device" and (memory.rows == "all" or memory.optimizer == "dense"):
+        key, value = ("rows", "all") if memory.rows == "all" else ("optimizer", "dense")
+        raise UserError(
+            f"memory.update = device copies the records of touched rows, which memory.{key} = {value} does not keep; "
+            "set memory.rows=touched with memory.optimizer=catch_up, or memory.update=host"
+        )
+
+
+def _check_stored_types(config: Config) -> None:
+    memory = config.memory
+    for key, value in (("rows_dtype", memory.rows_dtype), ("moments", memory.moments)):
+        if value == "bf16" and memory.optimizer in ("dense", "adagrad"):
+            raise UserError(
+                f"memory.{key} = bf16 is of memory.optimizer = catch_up and lazy, but the recipe has "
+                f"{memory.optimizer}; set memory.optimizer=catch_up, or memory.{key}=fp32"
+            )
 
 
 def check_degrees(config: Config, ranks: int) -> None:
@@ -90,6 +132,12 @@ def check_degrees(config: Config, ranks: int) -> None:
         raise UserError(
             f"{ranks} rank(s) are not a multiple of parallel.tensor = {tensor} x parallel.replicate = {replicate}; "
             f"change the number of ranks or one of the two"
+        )
+    shard, data = config.memory.shard, ranks // tensor
+    if isinstance(shard, int) and data % shard:
+        raise UserError(
+            f"memory.shard = {shard} does not divide the {data} rank(s) of the data axis; choose a number that "
+            f"does, or memory.shard=world"
         )
     divided = {
         "model.heads": model.heads,

@@ -12,7 +12,6 @@ compressed shard is an error that names the file; a fetched one is fetched again
 
 import contextlib
 import fcntl
-import json
 import os
 import tempfile
 import threading
@@ -21,20 +20,72 @@ import uuid
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 import xxhash
 import zstandard
 from numpy.typing import NDArray
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from xgram_dist.data.manifest import HASH, MANIFEST, SPLITS, Manifest, check_file_name, read_manifest, shards_digest
 from xgram_dist.data.storage import fetch, open_store
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError
+from xgram_dist.files import create_file, private_folder
+from xgram_dist.untrusted import read_file, read_json, shown
 
 _OPEN_SHARDS = 64  # open files per source
+_HEADER_BYTES = 1 << 16  # of a shard, at most, beside its offsets
 _TOUCH_SECONDS = 10.0
 _ABANDONED_SECONDS = 60.0  # after which a file that is not renamed has lost its writer
+
+
+class _ShardFile(TypedDict):
+    basename: str
+    bytes: Annotated[int, Field(strict=True, ge=0, lt=2**32)]
+    hashes: dict[str, str]
+
+
+class _ShardEntry(TypedDict):
+    """Of a shard in index.json; it may hold more."""
+
+    format: str
+    samples: Annotated[int, Field(strict=True, ge=0, lt=2**30)]
+    column_encodings: list[str]
+    hashes: list[str]
+    raw_data: _ShardFile
+    zip_data: _ShardFile
+
+
+class _Index(TypedDict):
+    shards: list[_ShardEntry]
+
+
+def read_index(path: Path, encoding: str) -> list[dict[str, Any]]:
+    """The shards of index.json, checked: no two files have one name, and none is a file that this package writes.
+    FileNotFoundError is left to the caller."""
+    tree = read_json(path)
+    try:
+        TypeAdapter(_Index).validate_python(tree)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False)[0]
+        place = ".".join(map(str, first["loc"]))
+        what = "is missing" if first["type"] == "missing" else f"is {shown(first['input'])}"
+        raise BadFileError(f"'{path}' is damaged: '{place}' {what}; run `xgram-dist prepare` again") from None
+    names = set()
+    for shard in tree["shards"]:
+        raw, packed = (check_file_name(shard[part]["basename"], path) for part in ("raw_data", "zip_data"))
+        if not raw.endswith(".mds") or packed != f"{raw}.zstd":
+            raise BadFileError(f"'{path}' is damaged: a shard is {shown(raw)} and, compressed, {shown(packed)}")
+        if raw in names:
+            raise BadFileError(f"'{path}' is damaged: it names the shard {shown(raw)} twice")
+        names.add(raw)
+        if shard["format"] != "mds" or shard["column_encodings"] != [encoding] or shard["hashes"] != [HASH]:
+            raise BadFileError(f"'{path}': a shard is not of hashed '{encoding}'; run `xgram-dist prepare` again")
+        if any(HASH not in shard[part]["hashes"] for part in ("raw_data", "zip_data")):
+            raise BadFileError(f"'{path}' is damaged: {shown(raw)} has no {HASH}; run `xgram-dist prepare` again")
+    return list(tree["shards"])
 
 
 class _OpenShard:
@@ -94,19 +145,16 @@ class _SourceReader:
         if not path.exists() and self.is_remote:
             _download(self._address, "index.json", path)
         try:
-            shards = json.loads(path.read_bytes())["shards"]
-            encoding = f"ndarray:{self._dtype.name}:{self._chunk_tokens}"
-            for shard in shards:
-                check_file_name(shard["raw_data"]["basename"], path)
-                check_file_name(shard["zip_data"]["basename"], path)
-                if shard["format"] != "mds" or shard["column_encodings"] != [encoding] or shard["hashes"] != [HASH]:
-                    raise ValueError(f"a shard is not of hashed '{encoding}'")
-            agrees = shards_digest(shards) == content
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise UserError(f"cannot read '{path}': {error}; run `xgram-dist prepare` again") from error
-        if not agrees:
+            shards = read_index(path, f"ndarray:{self._dtype.name}:{self._chunk_tokens}")
+        except FileNotFoundError:
+            raise UserError(f"'{path}' is missing; run `xgram-dist prepare` again") from None
+        chunk_bytes = self._chunk_tokens * self._dtype.itemsize + 4
+        for shard in shards:
+            if shard["raw_data"]["bytes"] > shard["samples"] * chunk_bytes + _HEADER_BYTES:
+                raise BadFileError(f"'{path}' is damaged: a shard is larger than its chunks")
+        if shards_digest(shards) != content:
             raise UserError(f"'{path}' is not the index {MANIFEST} was written with; run `xgram-dist prepare` again")
-        return list(shards)
+        return shards
 
     def shard_of(self, chunk: int) -> tuple[int, int]:
         """The shard of a chunk, and the chunk's index in the shard."""
@@ -127,7 +175,7 @@ class _SourceReader:
         if not self.is_remote:
             path = self.folder / info["basename"]
             try:
-                return path.read_bytes()
+                return read_file(path, limit=2 * int(info["bytes"]) + _HEADER_BYTES)
             except FileNotFoundError:
                 raise _missing(str(path)) from None
         try:
@@ -169,7 +217,10 @@ class _SourceReader:
             return
         with _locked(raw.with_name(raw.name + ".lock")):
             if not _is_intact(raw, entry["raw_data"]):
-                raw.unlink(missing_ok=True)  # damaged by a crash or a bad disk; decompress it again
+                try:
+                    raw.unlink(missing_ok=True)  # damaged by a crash or a bad disk; decompress it again
+                except OSError as error:
+                    raise UserError(f"cannot replace '{raw}': {error.strerror}; remove it") from error
                 self._cache.write(raw, self._decompress(number))
         self._verified.add(number)
 
@@ -182,7 +233,13 @@ class _SourceReader:
                 f"run `xgram-dist prepare --overwrite` again"
             )
         size = int(entry["raw_data"]["bytes"])
-        raw = bytes(zstandard.ZstdDecompressor().decompress(packed, max_output_size=size))
+        try:
+            # A frame that gives its size is unpacked to that size, whatever the limit.
+            declared = zstandard.frame_content_size(packed)
+            fits = declared in (-1, size)
+            raw = bytes(zstandard.ZstdDecompressor().decompress(packed, max_output_size=size)) if fits else b""
+        except zstandard.ZstdError:
+            raw = b""
         if len(raw) != size or xxhash.xxh128_hexdigest(raw) != entry["raw_data"]["hashes"][HASH]:
             raise UserError(f"shard '{name}' does not decompress to what was written; run `xgram-dist prepare` again")
         return raw
@@ -196,21 +253,21 @@ def _missing(name: str) -> UserError:
 
 def _is_intact(raw: Path, info: dict[str, Any]) -> bool:
     try:
-        if raw.stat().st_size != info["bytes"]:
-            return False
-        return bool(xxhash.xxh128_hexdigest(raw.read_bytes()) == info["hashes"][HASH])
-    except FileNotFoundError:
+        data = read_file(raw, limit=info["bytes"])
+    except (FileNotFoundError, BadFileError):
         return False
+    return len(data) == info["bytes"] and bool(xxhash.xxh128_hexdigest(data) == info["hashes"][HASH])
 
 
 @contextlib.contextmanager
 def _locked(path: Path) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        file = open(path, "w")  # noqa: SIM115
+        # Neither through a link nor emptied: in a shared folder it may be somebody else's.
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK, 0o666)
     except OSError as error:
         raise UserError(f"cannot write '{path}': {error.strerror}; give a cache folder that can be written") from error
-    with file:
+    with os.fdopen(descriptor, "rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
 
@@ -222,7 +279,8 @@ def _download(address: str, name: str, local: Path) -> None:
     except FileNotFoundError as error:
         raise UserError(f"{error}; is '{address}' a data set of `xgram-dist prepare`?") from None
     temporary = local.with_name(f"{local.name}.{uuid.uuid4().hex}")
-    temporary.write_bytes(data)
+    with create_file(temporary) as file:
+        file.write(data)
     os.replace(temporary, local)
 
 
@@ -286,7 +344,9 @@ class _Cache:
 
 
 def _write_and_rename(temporary: Path, path: Path, data: bytes) -> None:
-    temporary.write_bytes(data)
+    temporary.unlink(missing_ok=True)
+    with create_file(temporary) as file:
+        file.write(data)
     os.replace(temporary, path)
 
 
@@ -432,7 +492,9 @@ class PreparedData:
 
 
 def _cache_root(cache: str | Path | None) -> Path:
-    return Path(cache) if cache is not None else Path(tempfile.gettempdir()) / f"xgram-dist-{os.getuid()}"
+    if cache is not None:
+        return Path(cache)
+    return private_folder(Path(tempfile.gettempdir()) / f"xgram-dist-{os.getuid()}")
 
 
 def _fetch_manifest(remote: str, root: Path) -> tuple[Manifest, Path]:

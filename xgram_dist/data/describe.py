@@ -81,8 +81,9 @@ def decoded_samples(data: PreparedData, tokenizer: Tokenizer, count: int) -> Ite
             yield {"source": name, "chunk": chunk, "text": tokenizer.decode(tokens.tolist())}
 
 
-def batch_contents(loader: Loader, position: int, tokenizer: Tokenizer) -> dict[str, Any]:
-    """The sequences of the global batch at a position, and the documents of each."""
+def batch_contents(loader: Loader, position: int, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    """The sequences of the loader's batch at a position, and the documents of each; without a tokenizer, without their
+    text."""
     batch = loader.batch_at(position)
     length = batch.tokens.shape[-1]
     rows = batch.tokens.reshape(-1, length).numpy()
@@ -103,12 +104,13 @@ def batch_contents(loader: Loader, position: int, tokenizer: Tokenizer) -> dict[
     return {"position": position, "sequence_length": length, "sequences": sequences}
 
 
-def _documents(row: NDArray[Any], end_of_text: int, tokenizer: Tokenizer) -> Iterator[dict[str, Any]]:
+def _documents(row: NDArray[Any], end_of_text: int, tokenizer: Tokenizer | None) -> Iterator[dict[str, Any]]:
     """The documents, or parts of them, in a sequence."""
     start = 0
     for end in [*(np.flatnonzero(row == end_of_text) + 1).tolist(), len(row)]:
         if end - start > 1 or (end > start and row[start] != end_of_text):
-            text = tokenizer.decode(row[start : min(end, start + _TEXT_TOKENS)].tolist())
+            shown = row[start : min(end, start + _TEXT_TOKENS)].tolist()
+            text = None if tokenizer is None else tokenizer.decode(shown)
             yield {"first_token": start, "tokens": end - start, "text": text}
         start = end
 

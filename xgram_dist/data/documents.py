@@ -19,7 +19,8 @@ import orjson
 import zstandard
 from isal import isal_zlib
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import UserError, optional_package
+from xgram_dist.untrusted import open_file
 
 GZIP_ENDINGS = (".json.gz", ".jsonl.gz")
 ZSTD_ENDINGS = (".json.zst", ".jsonl.zst", ".json.zstd", ".jsonl.zstd")
@@ -30,6 +31,9 @@ ENDINGS = GZIP_ENDINGS + ZSTD_ENDINGS + PLAIN_ENDINGS + PARQUET_ENDINGS
 BLOCK_LINES = 64  # lines that stay together when a file is read in parts
 MAX_LINE_BYTES = 256 << 20
 _READ_BYTES = 1 << 19
+# What is fed to a decompressor at a time bounds what comes out of it: gzip unpacks to 1,032 times the size at most, and
+# zstd to 128 KiB for every 4 bytes.
+_GZIP_READ_BYTES, _ZSTD_READ_BYTES = 1 << 16, 1 << 12
 _BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 
 _FAULTS: tuple[type[Exception], ...] = (EOFError, isal_zlib.error, zstandard.ZstdError, OSError)  # type: ignore[assignment]
@@ -75,6 +79,8 @@ def find_files(path: Path) -> list[Path]:
         paths += [Path(folder, name) for name in files if name.endswith(ENDINGS) and not name.startswith(".")]
     if not paths:
         raise UserError(f"source '{path}' holds no document file; names must end in one of {', '.join(ENDINGS)}")
+    for file in paths:
+        os.close(open_file(file, follow=True))  # a named pipe would be waited for, and a device never ends
     return sorted(paths, key=lambda file: file.relative_to(path).as_posix())
 
 
@@ -118,19 +124,19 @@ def read_blocks(
 def _decompressed(path: Path, file: IO[bytes]) -> Iterator[bytes]:
     """The content of a file in pieces of some hundred kilobytes."""
     if path.name.endswith(GZIP_ENDINGS):
-        yield from _frames(file, lambda: isal_zlib.decompressobj(wbits=31), padding=b"\0")
+        yield from _frames(file, lambda: isal_zlib.decompressobj(wbits=31), _GZIP_READ_BYTES, padding=b"\0")
     elif path.name.endswith(ZSTD_ENDINGS):
-        yield from _frames(file, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj)
+        yield from _frames(file, zstandard.ZstdDecompressor(max_window_size=1 << 31).decompressobj, _ZSTD_READ_BYTES)
     else:
         while data := file.read(_READ_BYTES):
             yield data
 
 
-def _frames(file: IO[bytes], open_frame: Callable[[], Any], padding: bytes = b"") -> Iterator[bytes]:
+def _frames(file: IO[bytes], open_frame: Callable[[], Any], read_bytes: int, padding: bytes = b"") -> Iterator[bytes]:
     """The frames of an archive, one after the other. Unlike the libraries' own readers it gives all that can be read
     of a file that is cut off, and then says so."""
     frame: Any = None
-    while data := file.read(_READ_BYTES // 4):
+    while data := file.read(read_bytes):
         while data:
             if frame is None:
                 data = data.lstrip(padding) if padding else data
@@ -178,7 +184,7 @@ def _read_lines(path: Path, parts: int, wanted: Container[int], report: Callable
     name = str(path)
     number = 0
     block = Block(0, [])
-    with open(path, "rb", buffering=0) as file:
+    with os.fdopen(open_file(path, follow=True), "rb", buffering=_READ_BYTES // 4) as file:
         try:
             for lines in _lines(_decompressed(path, file)):
                 report(file.tell())
@@ -244,8 +250,9 @@ def _document(text: Any, file: str, number: int) -> Document | Rejection:
 
 
 def _read_parquet(path: Path, parts: int, wanted: Container[int], report: Callable[[int], None]) -> Iterator[Block]:
-    import pyarrow
-    import pyarrow.parquet
+    with optional_package("a file of documents in Parquet", "parquet"):
+        import pyarrow
+        import pyarrow.parquet
 
     size, name = path.stat().st_size, str(path)
     number = 0
@@ -264,7 +271,7 @@ def _read_parquet(path: Path, parts: int, wanted: Container[int], report: Callab
                     if block.part in wanted:
                         block.items.append(_from_parquet(value, name, number))
                 report(size * number // rows)
-    except (pyarrow.ArrowException, OSError, EOFError) as error:
+    except (pyarrow.ArrowException, OSError, EOFError, UnicodeDecodeError) as error:  # names of columns, too
         if isinstance(error, PermissionError):
             raise
         part = number // BLOCK_LINES % parts

@@ -25,7 +25,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer
+from xgram_dist.data.tokenizer import Tokenizer, library_faults, load_tokenizer
 from xgram_dist.errors import UserError
 
 AUTO, GIGATOKEN, HUGGINGFACE = "auto", "gigatoken", "huggingface"
@@ -124,7 +124,8 @@ class _GigatokenEngine:
         self._encoded_bytes += sum(map(len, texts))
         if self._encoded_bytes > _MIN_CACHED_BYTES and _resident_bytes() > MAX_WORKER_BYTES:
             self._load()
-        layout = self._library.encode_batch(texts, parallel=False).layout
+        with library_faults(f"tokenizer '{self._file}' fails"):
+            layout = self._library.encode_batch(texts, parallel=False).layout
         offsets, ids = np.asarray(layout.offsets.data), np.asarray(layout.content.data)
         assert len(offsets) == len(texts) + 1
         assert ids.dtype == np.uint32
@@ -181,7 +182,9 @@ def _gigatoken_fault(tokenizer: Tokenizer, texts: Iterable[str]) -> str | None:
         engine = _GigatokenEngine(tokenizer.path, tokenizer.end_of_text, tokenizer.end_of_text_name)
     except ImportError:
         return "the package gigatoken is not installed (pip install gigatoken)"
-    except Exception as error:  # it raises many types
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # it raises many types, and panics
         normalizer = (record.get("normalizer") or {}).get("type", "none")
         return f"gigatoken does not read this tokenizer (normalizer {normalizer}): {str(error).splitlines()[0][:200]}"
     added = [str(token["content"]) for token in record.get("added_tokens") or []]

@@ -14,11 +14,21 @@ def open_data(config: Config, split: str, path: str | None, remote: str | None) 
 
 def open_training_data(config: Config) -> PreparedData:
     data = open_data(config, "train", config.data.path, config.data.remote)
-    _check_padding(config, data)
+    _check_packing(config, data)
     return data
 
 
-def _check_padding(config: Config, data: PreparedData) -> None:
+def _check_packing(config: Config, data: PreparedData) -> None:
+    packing = "join" if data.manifest.sequence_length is None else "whole_documents"
+    if config.data.packing not in (None, packing):
+        flag = {
+            "join": "without --whole-documents",
+            "whole_documents": f"with --whole-documents {config.model.sequence_length}",
+        }[config.data.packing]
+        raise UserError(
+            f"data.packing = {config.data.packing}, but '{data.folder}' was prepared for data.packing={packing}; "
+            f"set that, or prepare it {flag}"
+        )
     if data.manifest.sequence_length is not None and not config.model.label_masking:
         raise UserError(
             f"model.label_masking = false, but '{data.folder}' is padded (prepared with --whole-documents), which "
@@ -53,7 +63,7 @@ def _stage_requests(config: Config, data: PreparedData) -> list[StageRequest]:
         own = data
         if stage.path is not None or stage.remote is not None:
             own = open_data(config, "train", stage.path, stage.remote)
-            _check_padding(config, own)
+            _check_packing(config, own)
         weights = stage.weights if stage.weights is not None or own is not data else config.data.weights
         length = stage.sequence_length or config.model.sequence_length
         requests.append(StageRequest(own, length, weights, stage.from_tokens, key))

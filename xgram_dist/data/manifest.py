@@ -12,14 +12,20 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError
 from xgram_dist.files import write_atomically
+from xgram_dist.untrusted import read_json, shown
 
 MANIFEST = "dataset.json"
 FORMAT = "xgram-dist data"
 VERSION = 1
 PACKED_VERSION = 2
 """Of a data set with padding, which an earlier release would train on."""
+MAX_BYTES = 64 << 20
+MAX_COUNT = 2**60
+MAX_VOCABULARY = 2**27
+"""Far above any tokenizer's; arrays of this length fit in memory."""
+MAX_CHUNK_TOKENS = 2**28
 SPLITS = ("train", "validation")
 HASH = "xxh128"  # of shards
 SOURCE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
@@ -108,58 +114,58 @@ class _Reader:
             raise self.fault("", "is not an object")
         self.record = record
 
-    def fault(self, key: str, what: str) -> UserError:
-        return UserError(f"'{self.path}' is damaged: field '{self.where}{key}' {what}; run `xgram-dist prepare` again")
+    def fault(self, key: str, what: str) -> BadFileError:
+        return BadFileError(
+            f"'{self.path}' is damaged: field '{self.where}{key}' {what}; run `xgram-dist prepare` again"
+        )
 
     def get(self, key: str, kind: type) -> Any:
         if key not in self.record:
             raise self.fault(key, "is missing")
         value = self.record[key]
         if not isinstance(value, kind) or isinstance(value, bool):
-            raise self.fault(key, f"should be {kind.__name__}, is {value!r}")
+            raise self.fault(key, f"should be {kind.__name__}, is {shown(value)}")
         return value
 
     def count(self, key: str, least: int = 0) -> int:
         value = self.get(key, int)
-        if value < least:
-            raise self.fault(key, f"should be at least {least}, is {value}")
+        if not least <= value <= MAX_COUNT:
+            raise self.fault(key, f"should be from {least} to {MAX_COUNT:,}, is {shown(value)}")
         return int(value)
 
     def name(self, key: str, pattern: re.Pattern[str]) -> str:
         value = self.get(key, str)
         if not pattern.fullmatch(value):
-            raise self.fault(key, f"is no plain name: {value!r}")
+            raise self.fault(key, f"is no plain name: {shown(value)}")
         return str(value)
 
 
 def check_file_name(name: Any, path: Path) -> str:
     """A file name read from a file: one plain name without a path."""
     if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
-        raise UserError(f"'{path}' is damaged: {name!r} is no plain file name; run `xgram-dist prepare` again")
+        raise BadFileError(f"'{path}' is damaged: {shown(name)} is no plain file name; run `xgram-dist prepare` again")
     return name
 
 
 def read_manifest(folder: Path) -> Manifest:
     path = folder / MANIFEST
     try:
-        record = json.loads(path.read_bytes())
+        record = read_json(path, limit=MAX_BYTES)
     except FileNotFoundError:
         raise UserError(
             f"'{folder}' is not a prepared data set (no {MANIFEST}); make it with `xgram-dist prepare --out {folder}`"
         ) from None
-    except (OSError, ValueError) as error:
-        raise UserError(f"cannot read '{path}': {error}") from error
     fields = _Reader(path, record)
     if fields.record.get("format") != FORMAT:
         raise UserError(f"'{path}' was not written by `xgram-dist prepare`; give the folder it wrote")
     if fields.get("version", int) not in (VERSION, PACKED_VERSION):
         raise UserError(
-            f"'{path}' has format version {record['version']}, this release reads up to {PACKED_VERSION}; "
+            f"'{path}' has format version {shown(record['version'])}, this release reads up to {PACKED_VERSION}; "
             f"prepare it again"
         )
     dtype = fields.get("dtype", str)
     if dtype not in ("uint16", "uint32"):
-        raise fields.fault("dtype", f"should be uint16 or uint32, is {dtype!r}")
+        raise fields.fault("dtype", f"should be uint16 or uint32, is {shown(dtype)}")
     manifest = Manifest(
         vocabulary=fields.count("vocabulary", 1),
         chunk_tokens=fields.count("chunk_tokens", 1),
@@ -172,6 +178,13 @@ def read_manifest(folder: Path) -> Manifest:
         sources=tuple(_read_source(path, item, i) for i, item in enumerate(fields.get("sources", list))),
         sequence_length=None if fields.record.get("sequence_length") is None else fields.count("sequence_length", 2),
     )
+    limit = min(MAX_VOCABULARY, 2**16 if dtype == "uint16" else 2**32)
+    if manifest.vocabulary > limit:
+        raise fields.fault("vocabulary", f"should be at most {limit:,} for {dtype}, is {manifest.vocabulary:,}")
+    if manifest.end_of_text >= manifest.vocabulary:
+        raise fields.fault("end_of_text", f"should be below the vocabulary, is {manifest.end_of_text:,}")
+    if manifest.chunk_tokens > MAX_CHUNK_TOKENS:
+        raise fields.fault("chunk_tokens", f"should be at most {MAX_CHUNK_TOKENS:,}, is {manifest.chunk_tokens:,}")
     names = [source.name for source in manifest.sources]
     if not names or len(set(names)) != len(names):
         raise fields.fault("sources", "should name each source once")
@@ -186,9 +199,9 @@ def _read_source(path: Path, item: Any, number: int) -> SourceInfo:
     if weight is not None and (
         not isinstance(weight, int | float) or isinstance(weight, bool) or not 0 <= weight < 1e300
     ):
-        raise fields.fault("weight", f"should be a number of at least 0, is {weight!r}")
+        raise fields.fault("weight", f"should be a number of at least 0, is {shown(weight)}")
     rejected = fields.get("rejected", dict)
-    if not all(isinstance(value, int) for value in rejected.values()):
+    if not all(type(value) is int and 0 <= value <= MAX_COUNT for value in rejected.values()):
         raise fields.fault("rejected", "should hold counts")
     splits = {}
     for split in SPLITS:

@@ -35,7 +35,18 @@ from xgram_dist.data.packing import DocumentPacker, count_padding
 COMPRESSION = "zstd"
 SHARD_BYTES = 1 << 26
 KEPT_REJECTIONS = 10  # first rejections of a unit that are kept with their file and line
-_COMPRESSION_LEVEL = 1  # level 3 takes 1.6 times as long for shards a tenth smaller
+# Of tokens, matches shorter than two cost more time than they save bytes, and a small table of matches stays in the
+# cache: 0.8 of the time of level 1 for shards 7 % larger.
+_COMPRESSION = zstandard.ZstdCompressionParameters(
+    strategy=zstandard.STRATEGY_FAST,
+    min_match=7,
+    hash_log=12,
+    window_log=17,
+    chain_log=6,  # this and the next are not used by the strategy
+    search_log=1,
+    target_length=0,
+)
+_COUNTED_TOKENS = 1 << 18  # at a time
 _MAX_PARTS = 16
 _BATCH_BYTES = 1 << 22
 _OPEN_SHARD_BYTES = 1 << 27  # of memory for the open shards of a worker, for each split
@@ -179,7 +190,8 @@ class ChunkWriter:
             return
         joined = np.concatenate(self._pending) if len(self._pending) > 1 else tokens
         full = len(joined) // size * size
-        np.add.at(self.counts, joined[:full], 1)  # no temporary array, unlike bincount
+        for start in range(0, full, _COUNTED_TOKENS):  # small pieces: their indices stay in the cache
+            np.add.at(self.counts, joined[start : min(start + _COUNTED_TOKENS, full)].astype(np.intp), 1)
         if self._settings.sequence_length is not None:
             end = self._settings.end_of_text
             padding = count_padding(joined[:full], self._settings.sequence_length, end)
@@ -226,7 +238,7 @@ class ChunkWriter:
         offsets += np.uint32(4 + offsets.nbytes + len(self._format_text))
         header = np.uint32(self._body_chunks).astype("<u4").tobytes() + offsets.tobytes() + self._format_text
         size = len(header) + self._body_chunks * self._chunk_bytes
-        compressor = zstandard.ZstdCompressor(level=_COMPRESSION_LEVEL).compressobj(size=size)
+        compressor = zstandard.ZstdCompressor(compression_params=_COMPRESSION).compressobj(size=size)
         raw_hash = xxhash.xxh128()
         packed_pieces = []
         for piece in chain([header], self._body_pieces()):

@@ -18,6 +18,7 @@ from xgram_dist.data import order
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.order import GlobalOrder, SourceMix
 from xgram_dist.errors import UserError, nearest
+from xgram_dist.untrusted import shown
 
 Used = dict[tuple[str, int], int]
 """Tokens used so far, by fingerprint of the data set and number of the source in it."""
@@ -107,7 +108,7 @@ class Stage:
                 tuple(int(draws) for draws in record.get("first_draws") or [0] * len(record["weights"])),
             )
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise UserError(f"the saved stages of the data are damaged: {error!r}") from None
+            raise UserError(f"the saved stages of the data are damaged: {shown(str(error))}") from None
 
     def build_order(self, data: PreparedData) -> GlobalOrder:
         per_chunk = sequences_per_chunk(data, self.sequence_length)

@@ -46,7 +46,10 @@ def _empty_packages() -> Iterator[None]:
         return
     spec = importlib.util.find_spec("streaming")
     if spec is None or not spec.submodule_search_locations:
-        raise UserError("the package mosaicml-streaming is not installed: pip install mosaicml-streaming")
+        raise UserError(
+            "addresses other than 's3://' need the package mosaicml-streaming, which is not installed: "
+            "pip install 'xgram-dist[streaming]'"
+        )
     root = Path(next(iter(spec.submodule_search_locations)))
     folders = {"streaming": root, "streaming.base": root / "base"}
     for name, folder in folders.items():

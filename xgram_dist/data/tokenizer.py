@@ -8,8 +8,11 @@ the end of a document.
 """
 
 import hashlib
+import os
+import threading
 from array import array
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -17,7 +20,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError
+from xgram_dist.untrusted import JsonError, parse_json, read_file, shown
 
 END_OF_TEXT = "<|endoftext|>"
 # Common names of the end-of-text token, in the order of the search.
@@ -34,6 +38,51 @@ END_OF_TEXT_NAMES = (
 )
 
 
+MAX_ID = 2**24
+"""Tables of ids are as long as the largest."""
+
+
+_STANDARD_ERROR = threading.RLock()
+
+
+@contextmanager
+def library_faults(what: str) -> Iterator[None]:
+    """A fault of a tokenizer library as one sentence. A panic of Rust code is a BaseException, which Rust has printed
+    with the stack by then: what is written to standard error meanwhile is held back, and dropped after a fault."""
+    with _STANDARD_ERROR:
+        saved, held = os.dup(2), os.memfd_create("standard error")
+        os.dup2(held, 2)
+        try:
+            yield
+        except (UserError, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as error:
+            os.ftruncate(held, 0)
+            raise BadFileError(f"{what}: {str(error).strip() or type(error).__name__}") from None
+        finally:
+            os.dup2(saved, 2)
+            os.close(saved)
+            if size := os.fstat(held).st_size:
+                os.write(2, os.pread(held, size, 0))
+            os.close(held)
+
+
+def _check_ids(path: Path) -> None:
+    """Refuse ids that would need tables of gigabytes."""
+    try:
+        record = parse_json(read_file(path, follow=True), depth=None)
+    except JsonError as error:
+        raise BadFileError(f"'{path}' is not a tokenizers JSON file: {error}") from None
+    model = record.get("model") if isinstance(record, dict) else None
+    vocabulary = model.get("vocab") if isinstance(model, dict) else None
+    ids = list(vocabulary.values()) if isinstance(vocabulary, dict) else []
+    added = record.get("added_tokens") if isinstance(record, dict) else None
+    ids += [token.get("id") for token in added or [] if isinstance(token, dict)] if isinstance(added, list) else []
+    wrong = next((one for one in ids if type(one) is not int or not 0 <= one < MAX_ID), None)
+    if wrong is not None:
+        raise BadFileError(f"tokenizer '{path}' has the token id {shown(wrong)}; ids must be from 0 to {MAX_ID - 1:,}")
+
+
 class _Encoder(Protocol):
     """The common interface of the two libraries."""
 
@@ -48,10 +97,10 @@ class _JsonEncoder:
     def __init__(self, path: Path):
         from tokenizers import Tokenizer as Library
 
-        try:
+        self._path = path
+        _check_ids(path)
+        with library_faults(f"'{path}' is not a tokenizers JSON file"):
             self._library = Library.from_file(str(path))
-        except Exception as error:  # the library raises bare Exception
-            raise UserError(f"'{path}' is not a tokenizers JSON file: {error}") from error
         self._library.no_truncation()
         self._library.no_padding()
         self._library.encode_special_tokens = True
@@ -66,7 +115,8 @@ class _JsonEncoder:
         return token
 
     def encode(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._encode(list(texts), add_special_tokens=False)]
+        with library_faults(f"tokenizer '{self._path}' fails"):
+            return [encoding.ids for encoding in self._encode(list(texts), add_special_tokens=False)]
 
     def decode(self, ids: list[int]) -> str:
         text: str = self._library.decode(ids, skip_special_tokens=False)
@@ -140,7 +190,7 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
             raise UserError(f"folder '{file}' holds neither tokenizer.json nor tokenizer.model")
         file = candidates[0]
     try:
-        sha256 = hashlib.sha256(file.read_bytes()).hexdigest()
+        sha256 = hashlib.sha256(read_file(file, follow=True)).hexdigest()
     except OSError as error:
         raise UserError(f"cannot read tokenizer '{file}': {error.strerror}") from error
     encoder: _Encoder = _SentencePieceEncoder(file) if file.suffix == ".model" else _JsonEncoder(file)

@@ -17,6 +17,7 @@ from xgram_dist.data.manifest import MANIFEST, Manifest, read_manifest
 from xgram_dist.data.prepare import STAGING, Outcome, Request, prepare
 from xgram_dist.data.storage import fetch, open_store, upload
 from xgram_dist.errors import UserError
+from xgram_dist.files import private_folder
 
 _UPLOADS = 8  # at a time
 
@@ -27,7 +28,7 @@ def prepare_at(request: Request, address: str, work: Path | None) -> Outcome:
     there = _existing(address)
     if work is None:
         name = hashlib.sha256(address.encode()).hexdigest()[:16]
-        work = Path(tempfile.gettempdir()) / f"xgram-dist-{os.getuid()}" / f"prepare-{name}"
+        work = private_folder(Path(tempfile.gettempdir()) / f"xgram-dist-{os.getuid()}") / f"prepare-{name}"
     outcome = prepare(replace(request, out=work))
     if there is not None and there.request == outcome.manifest.request and not request.overwrite:
         return replace(outcome, already_there=True)

@@ -8,6 +8,7 @@ parent dies, the worker's next report fails and it exits. A worker tokenizes on 
 
 import contextlib
 import errno
+import gc
 import os
 import signal
 from collections.abc import Iterator
@@ -53,10 +54,7 @@ def run_units(
                 try:
                     message = pipe.recv()
                 except (EOFError, ConnectionError):
-                    raise UserError(
-                        "a worker process was killed, most often because memory ran out; run the same command "
-                        "again with fewer --workers (finished units are kept)"
-                    ) from None
+                    raise _worker_ended(pipes[pipe], tokenizer) from None
                 if isinstance(message, Report):
                     yield message
                 elif isinstance(message, BaseException):
@@ -73,6 +71,20 @@ def run_units(
             process.join()
 
 
+def _worker_ended(process: Any, tokenizer: Tokenizer) -> UserError:
+    process.join(5)
+    if process.exitcode in (None, -signal.SIGKILL, -signal.SIGTERM):
+        return UserError(
+            "a worker process was killed, most often because memory ran out; run the same command again with fewer "
+            "--workers (finished units are kept)"
+        )
+    end = f"signal {-process.exitcode}" if process.exitcode < 0 else f"exit code {process.exitcode}"
+    return UserError(
+        f"a worker process ended with {end} while it used tokenizer '{tokenizer.path}'; try --tokenizer-engine "
+        f"huggingface, or another tokenizer"
+    )
+
+
 def _run_worker(
     pipe: Any, settings: Settings, engine_name: str, tokenizer_file: str, end_of_text_name: str, staging: str
 ) -> None:
@@ -81,6 +93,8 @@ def _run_worker(
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
     try:
         engine = load_engine(engine_name, Path(tokenizer_file), settings.end_of_text, end_of_text_name)
+        gc.collect()
+        gc.freeze()  # modules and tokenizer stay; without this, collections go through all of them again and again
         while (units := pipe.recv()) is not None:
             tokenize_units(units, settings, engine, Path(staging), pipe.send)
             pipe.send("done")

@@ -16,6 +16,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xgram_dist.environment import read_place
 from xgram_dist.errors import UserError
 from xgram_dist.parallel.call_site import Place, call_site
 
@@ -45,11 +46,19 @@ def choose_device() -> torch.device:
         # fragments memory in fixed segments.
         if not any(name in os.environ for name in ALLOCATOR_SETTINGS):
             os.environ[ALLOCATOR_SETTINGS[0]] = "expandable_segments:True"
-        device = torch.device("cuda", _gpu_index(int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()))
+        device = torch.device("cuda", _gpu_index(read_place().local_rank, torch.cuda.device_count()))
         set_thread_device(device)
         return device
     retain_freed_host_memory()
     return torch.device("cpu")
+
+
+def describe_gpu(device: torch.device) -> str:
+    """Name and memory; empty for a CPU."""
+    if device.type != "cuda":
+        return ""
+    found = torch.cuda.get_device_properties(device)
+    return f"{found.name} of {found.total_memory / 2**30:.0f} GiB"
 
 
 def _gpu_index(local_rank: int, num_gpus: int) -> int:

@@ -2,38 +2,41 @@
 
     world = data x tensor          tensor is the innermost axis: neighbouring ranks share a layer
     data  = replicate x shard      of a sharded backbone (HSDP); shard is the inner of the two
+    data  = replicas x rows          of the tables (`memory.shard`); rows is the inner of the two
 
-Batches and table rows are sharded over the data axis; columns of matrices and tables over the tensor axis. Every rank
-makes all groups of the world's backend, in the same order; the members of a group make its gloo twin. Any number of
-ranks works that the degrees divide.
+Batches are sharded over the data axis, table rows over the rows axis, which is all of the data axis unless tables have
+replicas; columns of matrices and tables are sharded over the tensor axis. Every rank makes all groups of the world's
+backend, in the same order; the members of a group make its gloo twin. Any number of ranks works that the degrees
+divide.
 
     init_world           the world and its gloo twin, from the environment that torchrun, srun or `train --ranks` set:
                          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
+    wrap_group           a group that somebody else made, and its gloo twin
     build_mesh           the groups of each axis and their gloo twins
     new_host_group       one more gloo group of the world, for a thread that runs collectives of its own
     EngineGroups         torch's groups as FSDP2 and DeepSpeed want them: also for an axis of one rank
     build_device_mesh    the data axis as FSDP2's device mesh
 """
 
-import os
+import socket
+from collections import Counter
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from itertools import groupby
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.distributed_c10d import PrefixStore
-from torch.distributed.rendezvous import rendezvous
 
 from xgram_dist.config import Config
 from xgram_dist.config.validate import check_degrees
+from xgram_dist.environment import read_place
 from xgram_dist.errors import UserError
 from xgram_dist.parallel.device import collective_options, gpu_id
 from xgram_dist.parallel.process_group import ProcessGroup
-
-START_SECONDS = 300.0
-"""How much later than each other ranks may start."""
+from xgram_dist.parallel.rendezvous import START_SECONDS, RendezvousError, meet, open_store
 
 
 @dataclass(frozen=True)
@@ -43,14 +46,20 @@ class Mesh:
     tensor: ProcessGroup
     replicate: ProcessGroup
     shard: ProcessGroup
+    rows: ProcessGroup
+    """The ranks that together hold the tables once."""
+    replicas: ProcessGroup
+    """The ranks that hold the same rows."""
     exchange: ProcessGroup
-    """The ranks of the data axis, for the exchange of the tables. Where exchange and backbone overlap
+    """The ranks of the rows axis, for the exchange of the tables. Where exchange and backbone overlap
     (`memory.overlap`), a group of its own: its messages are under way while the engine uses `data`."""
 
     def __str__(self) -> str:
         axes = f"{self.world.size} ranks = {self.data.size} data x {self.tensor.size} tensor"
         if self.is_hybrid:
             axes += f" (data = {self.replicate.size} replicate x {self.shard.size} shard)"
+        if self.replicas.size > 1:
+            axes += f" ({self.replicas.size} replicas of the tables on {self.rows.size} each)"
         return axes
 
     @property
@@ -68,50 +77,95 @@ def init_world(device: torch.device, timeout: float = 600.0) -> ProcessGroup:
     torch's own limit is higher than `timeout`. `Phases.watch` enforces `timeout`, because it can name step and phase,
     and because ranks may start at different times.
     """
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    place = read_place()
+    if place.size == 1:
         return ProcessGroup()
+    rank, size = place.rank, place.size
     limit = timedelta(seconds=timeout + START_SECONDS)
-    store, rank, size = next(iter(rendezvous("env://", timeout=limit)))
     # torchrun keeps one store over its restarts: without a prefix, ranks would find addresses of the last attempt.
-    store = PrefixStore(f"attempt-{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    store = PrefixStore(f"attempt-{place.attempt}", open_store(place, timeout))
+    meet(store, place, limit.total_seconds())
     gpu = gpu_id(device)
     if gpu is not None and store.add(f"ranks-of-gpu-{gpu}", 1) > 1:
         raise UserError(
             f"rank {rank} shares a GPU with another rank; start one rank per GPU, give each rank its own "
             f"(srun --gpus-per-task=1), or hide the GPUs with CUDA_VISIBLE_DEVICES= to train on the CPU"
         )
-    dist.init_process_group(**collective_options(device), store=store, rank=rank, world_size=size, timeout=limit)
-    host = ProcessGroup(rank, size, dist.new_group(backend="gloo", timeout=limit), timeout=limit)
+    try:
+        dist.init_process_group(**collective_options(device), store=store, rank=rank, world_size=size, timeout=limit)
+        host = ProcessGroup(rank, size, dist.new_group(backend="gloo", timeout=limit), timeout=limit)
+    except RuntimeError as error:
+        raise RendezvousError(
+            f"rank {rank} met the other ranks but cannot connect to them ({str(error).splitlines()[0][:160]}); check "
+            f"GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME: `xgram-dist doctor` shows the interfaces"
+        ) from error
     return ProcessGroup(rank, size, dist.group.WORLD, host, limit)
 
 
 def single_mesh(ranks: ProcessGroup | None = None) -> Mesh:
     """All ranks on the data axis."""
     world = ranks or ProcessGroup()
-    return Mesh(world, world, ProcessGroup(), ProcessGroup(), world, world)
+    return Mesh(world, world, ProcessGroup(), ProcessGroup(), world, world, ProcessGroup(), world)
+
+
+def wrap_group(group: Any = None) -> ProcessGroup:
+    """A process group of torch's that somebody else has made, by default the world, and a gloo twin of it. One rank if
+    torch.distributed is not initialised. All ranks of the group call it."""
+    if not dist.is_initialized() or dist.get_world_size(group) == 1:
+        return ProcessGroup()
+    group = group or dist.group.WORLD
+    rank, size, members = dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group)
+    host = dist.new_group(members, backend="gloo", use_local_synchronization=True)
+    return ProcessGroup(rank, size, group, ProcessGroup(rank, size, host))
 
 
 def build_mesh(config: Config, world: ProcessGroup) -> Mesh:
     check_degrees(config, world.size)
     tensor, replicate = config.parallel.tensor, config.parallel.replicate
+    data = world.size // tensor
+    rows = _ranks_of_a_replica(config, world)
     overlap = config.memory.overlap
-    if tensor == 1 and replicate == 1:
+    if tensor == 1 and replicate == 1 and rows == data:
         mesh = single_mesh(world)
         return replace(mesh, exchange=_build_axis(world, [list(range(world.size))])) if overlap else mesh
-    data = world.size // tensor
     shard = data // replicate
     grid = torch.arange(world.size).view(replicate, shard, tensor)
     data_ranks = [grid[:, :, t].reshape(-1).tolist() for t in range(tensor)]
     data_group = _build_axis(world, data_ranks)
+    rows_group, replicas_group, rows_ranks = data_group, ProcessGroup(), data_ranks
+    if rows < data:
+        replicas = torch.arange(world.size).view(data // rows, rows, tensor)
+        rows_ranks = [replicas[c, :, t].tolist() for c in range(data // rows) for t in range(tensor)]
+        rows_group = _build_axis(world, rows_ranks)
+        replicas_group = _build_axis(world, [replicas[:, r, t].tolist() for r in range(rows) for t in range(tensor)])
     return Mesh(
         world=world,
         data=data_group,
         tensor=_build_axis(world, grid.view(data, tensor).tolist()),
         replicate=_build_axis(world, [grid[:, s, t].tolist() for s in range(shard) for t in range(tensor)]),
         shard=_build_axis(world, [grid[r, :, t].tolist() for r in range(replicate) for t in range(tensor)]),
-        exchange=_build_axis(world, data_ranks) if overlap else data_group,
+        rows=rows_group,
+        replicas=replicas_group,
+        exchange=_build_axis(world, rows_ranks) if overlap else rows_group,
     )
+
+
+def _ranks_of_a_replica(config: Config, world: ProcessGroup) -> int:
+    """Ranks of the data axis that hold the tables once (`memory.shard`)."""
+    data, shard = world.size // config.parallel.tensor, config.memory.shard
+    if shard != "node":
+        return data if shard == "world" else shard
+    nodes = world.host.all_gather_object(socket.gethostname())
+    sizes = [len(list(ranks)) for _, ranks in groupby(nodes)]
+    per_node, rest = divmod(sizes[0], config.parallel.tensor)
+    if len(set(nodes)) != len(sizes) or len(set(sizes)) > 1 or rest:
+        counts = ", ".join(f"{name} {count}" for name, count in list(Counter(nodes).items())[:4])
+        raise UserError(
+            f"memory.shard = node needs nodes of equally many consecutive ranks, a multiple of parallel.tensor = "
+            f"{config.parallel.tensor}, but they have: {counts}; start as many ranks on each node, or give "
+            f"memory.shard a number of ranks"
+        )
+    return per_node
 
 
 def _build_axis(world: ProcessGroup, groups: list[list[int]]) -> ProcessGroup:

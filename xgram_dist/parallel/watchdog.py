@@ -10,6 +10,9 @@ rank may hang or be gone, and the collective would wait for it in silence. The s
 On a GPU the host only enqueues work, and waits in whichever phase reads a result first. There the watchdog names the
 oldest phase that the device's stream has not completed.
 
+At half of the limit the stacks of all ranks are requested (stacks.py): the rank that the others wait for is in none of
+these phases, and would not be seen otherwise.
+
     FOLDER/rank-0.txt           stacks of all threads
     FOLDER/nccl_trace_rank_0    NCCL's last collectives, where torch's flight recorder has them
 """
@@ -27,6 +30,7 @@ from typing import Any
 import torch
 
 from xgram_dist.parallel.device import dump_flight_recorder, is_reached, record_time, seconds_between
+from xgram_dist.parallel.stacks import POLL_SECONDS, StackDumps
 
 WATCHED = frozenset({"plan", "fetch", "wait", "return", "update", "agree", "save"})
 """Phases with collectives. "compute" is watched from its second time on: the first may compile for long."""
@@ -81,10 +85,17 @@ class Phases:
             total[f"seconds_{name}"] = total.get(f"seconds_{name}", 0.0) + seconds_between(start, end) / steps
         return total
 
-    def watch(self, limit: float, folder: Path | None = None) -> None:
-        """Starts the watchdog. `limit`: seconds that a phase with collectives may take. `folder`: for its files."""
-        self._watcher = threading.Thread(target=self._watch, args=(limit, folder), daemon=True)
+    def watch(self, limit: float, folder: Path | None = None, stacks: StackDumps | None = None) -> None:
+        """Starts the watchdog. `limit`: seconds that a phase with collectives may take. `folder`: for its files.
+        `stacks`: answers requests for stacks."""
+        self._closed = threading.Event()
+        self._watcher = threading.Thread(target=self._watch, args=(limit, folder, stacks, self._closed), daemon=True)
         self._watcher.start()
+
+    def doing(self) -> str:
+        """Step and phase of this rank, for people."""
+        phases = [f"{name} for {time.monotonic() - since:.1f} s" for name, since, _ in list(self._open.values())]
+        return f"step {self.step}, {', '.join(phases) or 'between phases'}"
 
     def close(self) -> None:
         self._closed.set()
@@ -102,8 +113,15 @@ class Phases:
             return next((name for name, _, end in list(self._intervals) if not is_reached(end)), None)
         return None
 
-    def _watch(self, limit: float, folder: Path | None) -> None:
-        while not self._closed.wait(min(1.0, limit / 4)):
+    def _watch(self, limit: float, folder: Path | None, stacks: StackDumps | None, closed: threading.Event) -> None:
+        asked = False
+        while not closed.wait(min(POLL_SECONDS, limit / 4)):
+            if stacks is not None:
+                late = self.overdue(limit / 2) is not None
+                if late and not asked:
+                    stacks.request()
+                asked = late
+                stacks.answer(self.doing())
             name = self.overdue(limit)
             if name is None:
                 continue
@@ -127,6 +145,8 @@ class Phases:
     def _write_dumps(self, folder: Path) -> None:
         with suppress(OSError, RuntimeError):
             folder.mkdir(parents=True, exist_ok=True)
-            with (folder / f"rank-{self.rank}.txt").open("w", encoding="utf-8") as file:
+            path = folder / f"rank-{self.rank}.txt"
+            path.unlink(missing_ok=True)  # a link is not followed
+            with path.open("x", encoding="utf-8") as file:
                 faulthandler.dump_traceback(file=file)
             dump_flight_recorder(self.device, folder / f"nccl_trace_rank_{self.rank}")

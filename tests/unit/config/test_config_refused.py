@@ -4,13 +4,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from config_helpers import small_tree, write_recipe
 
 from xgram_dist.config import build_config, load_config
 from xgram_dist.config.validate import accumulation
 from xgram_dist.errors import UserError
 from xgram_dist.model.methods.base import check_files, check_method
-from xgram_dist.tables.optimizers.build import choose_optimizer
+from xgram_dist.tables.optimizers.build import choose_optimizer, keeps_touched_rows, stages_records
 
 
 def changed(changes: dict[str, Any]) -> dict[str, Any]:
@@ -292,6 +293,20 @@ def test_a_disk_tier_needs_a_folder_and_an_optimizer_that_touches_few_rows() -> 
     assert "is of memory.placement = disk, but the recipe has host" in refusal({**disk, "memory.placement": "host"})
     assert "set memory.optimizer=catch_up" in refusal({**disk, "memory.optimizer": "dense"})
     check_method(build_config(changed({**disk, "memory.optimizer": "catch_up"})))
+
+
+def test_a_place_of_the_update_needs_records_to_choose_for() -> None:
+    assert "memory.update = host is of memory.placement = host and disk" in refusal({"memory.update": "host"})
+    device = {"memory.placement": "host", "memory.update": "device"}
+    assert "which memory.rows = all does not keep" in refusal({**device, "memory.rows": "all"})
+    assert "which memory.optimizer = dense does not keep" in refusal({**device, "memory.optimizer": "dense"})
+    config = build_config(changed({**device, "memory.optimizer": "auto"}))
+    assert choose_optimizer(config, 0.5) == "catch_up"
+    assert keeps_touched_rows(config, 100, "catch_up")
+    assert stages_records(config, "catch_up", torch.device("cpu"))
+    places = {place: build_config(changed({**device, "memory.update": place})) for place in ("auto", "host")}
+    assert [stages_records(places["auto"], "catch_up", torch.device(kind)) for kind in ("cpu", "cuda")] == [False, True]
+    assert not stages_records(places["host"], "catch_up", torch.device("cuda"))
 
 
 def test_the_disk_tier_never_chooses_the_dense_sweep() -> None:

@@ -1,6 +1,8 @@
 """gigatoken against Hugging Face: the same ids, the same shards, and a sentence where it cannot be used."""
 
 import json
+import os
+import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -122,8 +124,8 @@ def test_prepare_writes_the_same_bytes_with_either_engine_for_qwen3(run_prepare:
     ("fields", "reason"),
     [
         ({"model__dropout": 0.1}, "BPE dropout"),
-        ({"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "qq"}}, "gigatoken"),
-        ({"normalizer": {"type": "Lowercase"}}, "gigatoken"),
+        ({"normalizer": {"type": "Replace", "pattern": {"String": "e"}, "content": "qq"}}, "normalizer Replace"),
+        ({"normalizer": {"type": "Lowercase"}}, "normalizer Lowercase"),
     ],
 )
 def test_what_gigatoken_lacks_falls_back_by_name(
@@ -149,19 +151,27 @@ def test_documents_of_the_sources_decide_too(bpe: Path, monkeypatch: pytest.Monk
     assert "'a rare word'" in str(choose_engine(tokenizer, "auto", ["usual", "a rare word"]).reason)
 
 
-def test_without_the_package_prepare_falls_back_and_says_so(
-    tmp_path: Path, bpe: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_without_the_package_prepare_falls_back_and_says_so(tmp_path: Path, bpe: Path) -> None:
+    """In processes that find no gigatoken, workers and their fork server among them."""
     write_packed(tmp_path / "raw" / "a.jsonl", jsonl(make_texts(200, 0)))
+    (tmp_path / "hidden").mkdir()
+    (tmp_path / "hidden" / "gigatoken.py").write_text("raise ModuleNotFoundError(name='gigatoken')")
     words = ["prepare", "--source", f"one={tmp_path / 'raw'}", "--tokenizer", str(bpe), "--chunk-tokens", "64"]
     assert main([*words, "--out", str(tmp_path / "with")]) == 0
-    capsys.readouterr()
-    monkeypatch.setitem(sys.modules, "gigatoken", None)
-    assert main([*words, "--out", str(tmp_path / "without")]) == 0
-    assert "the package gigatoken is not installed" in capsys.readouterr().err
+    paths = [str(tmp_path / "hidden"), str(Path(__file__).parents[3])]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths)}
+
+    def run(*more: str) -> subprocess.CompletedProcess[str]:
+        command = [sys.executable, "-m", "xgram_dist", *words, "--out", str(tmp_path / "without"), *more]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+
+    forced = run("--tokenizer-engine", "gigatoken")
+    assert forced.returncode == 2
+    assert "pip install gigatoken" in forced.stderr
+    done = run()
+    assert done.returncode == 0, done.stderr
+    assert "the package gigatoken is not installed" in done.stderr
     assert tree(tmp_path / "with") == tree(tmp_path / "without")
-    assert main([*words, "--out", str(tmp_path / "forced"), "--tokenizer-engine", "gigatoken"]) == 2
-    assert "pip install gigatoken" in capsys.readouterr().err
 
 
 def test_both_trainers_write_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

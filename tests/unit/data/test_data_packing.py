@@ -97,6 +97,9 @@ def test_sequences_of_another_length_and_labels_on_padding_are_refused(run_prepa
         Trainer(longer, tmp_path / "run", fresh=False)
     with pytest.raises(UserError, match=r"set model\.label_masking=true"):
         Trainer(small_config(path, model={"sequence_length": 32}), tmp_path / "run", fresh=False)
+    joined = small_config(path, model={"sequence_length": 32, "label_masking": True}, data={"packing": "join"})
+    with pytest.raises(UserError, match=r"data\.packing = join, but .* prepare it without --whole-documents"):
+        Trainer(joined, tmp_path / "run", fresh=False)
     with pytest.raises(UserError, match="is not a multiple of it"):
         run_prepare({"one": tmp_path / "raw"}, sequence_length=48)
 

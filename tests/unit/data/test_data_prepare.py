@@ -114,7 +114,7 @@ def living_processes(group: int) -> list[str]:
 
 
 def test_ctrl_c_is_one_line_and_leaves_no_worker_behind(tmp_path: Path, bpe: Path) -> None:
-    source = large_source(tmp_path / "raw", 6)
+    source = large_source(tmp_path / "raw", 16)
     words = command("--source", f"one={source}", "--tokenizer", bpe, "--out", tmp_path / "out", "--workers", 2)
     words += ["--tokenizer-engine", "huggingface"]  # the slower one
     process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True, start_new_session=True)

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from xgram_dist.environment import Place
 from xgram_dist.errors import UserError
 from xgram_dist.parallel import device as device_module
 from xgram_dist.parallel.device import begin_planning_thread, choose_device, collective_options, make_deterministic
@@ -113,8 +114,9 @@ def test_ranks_that_share_a_gpu_are_refused(monkeypatch):
     from xgram_dist.parallel import mesh
 
     store, begun = dist.HashStore(), []
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setattr(mesh, "rendezvous", lambda *_, **__: iter([(store, len(begun), 2)]))
+    monkeypatch.setattr(mesh, "read_place", lambda: Place(len(begun), 3))
+    monkeypatch.setattr(mesh, "open_store", lambda *_: store)
+    monkeypatch.setattr(mesh, "meet", lambda *_: None)
     monkeypatch.setattr(dist, "init_process_group", lambda **options: begun.append(options))
     monkeypatch.setattr(dist, "new_group", lambda *_, **__: None)
     monkeypatch.setattr(mesh, "gpu_id", lambda device: f"gpu {device.index}")
@@ -155,7 +157,7 @@ def test_tables_in_host_memory_reduce_over_gloo(monkeypatch, backend, uses_host,
     one = ProcessGroup()
     tensor = ProcessGroup(0, 2, backend, host=ProcessGroup(0, 2, "gloo"))
     config = tiny.config(memory={"placement": "host", **memory}, parallel={"engine": "replicated", "tensor": 2})
-    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, Mesh(one, one, tensor, one, one, one))
+    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, Mesh(one, one, tensor, one, one, one, one, one))
     expected = tensor.host if uses_host else tensor
     for shard in lookup.shards:
         assert shard.tensor_group is expected
