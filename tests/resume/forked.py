@@ -8,13 +8,14 @@ the command line with its real launcher; only its `Popen` forks instead of start
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import traceback
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+from xgram_dist.parallel.forked_rank import ForkedRank
 
 
 class Zygote:
@@ -30,6 +31,10 @@ class Zygote:
             env={**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).resolve().parents[2])},
         )
 
+    @property
+    def pid(self) -> int:
+        return self._process.pid
+
     def start(self, words: list[str], log: Path, cwd: Path | None = None) -> "Forked":
         return Forked(self, self._ask({"start": words, "log": str(log), "cwd": None if cwd is None else str(cwd)}))
 
@@ -39,7 +44,8 @@ class Zygote:
     def close(self) -> None:
         assert self._process.stdin is not None
         self._process.stdin.close()
-        self._process.wait(10)
+        self._process.kill()
+        self._process.wait()
 
     def _ask(self, question: Any) -> Any:
         assert self._process.stdin is not None
@@ -72,44 +78,13 @@ class Forked:
         return self.returncode
 
 
-class ForkingPopen:
+class ForkingPopen(ForkedRank):
     """`subprocess.Popen([python, "-m", "xgram_dist", *words], env=...)` of parallel/launch.py, by forking."""
 
     def __init__(self, command: list[str], *, env: dict[str, str], stdout: int | None, **_: Any):
-        reading, writing = os.pipe()
-        self.returncode: int | None = None
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.close(reading)
-            os.dup2(writing, 2)
-            if stdout == subprocess.DEVNULL:
-                os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-            os.setsid()
-            for number in (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1):
-                signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
-            os.environ.clear()
-            os.environ.update(env)
-            run(command[3:])
-        os.close(writing)
-        self.stderr = os.fdopen(reading, "rb")
+        from xgram_dist.cli.main import main
 
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            pid, status = os.waitpid(self.pid, os.WNOHANG)
-            self.returncode = os.waitstatus_to_exitcode(status) if pid else None
-        return self.returncode
-
-    def wait(self) -> int | None:
-        if self.returncode is None:
-            self.returncode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        return self.returncode
-
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
-
-    def kill(self) -> None:
-        self.send_signal(signal.SIGKILL)
+        super().__init__(lambda: main(command[3:]), env, silent=stdout == subprocess.DEVNULL)
 
 
 def run(words: list[str]) -> None:
@@ -127,7 +102,7 @@ def run(words: list[str]) -> None:
 
 
 def serve() -> None:
-    import torch._inductor.config
+    import torch._inductor.compile_fx
     import torch.utils.tensorboard
 
     import xgram_dist.cli.train

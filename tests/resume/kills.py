@@ -5,15 +5,17 @@ rename" was one.
 """
 
 import json
+import math
 import os
 import random
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +71,7 @@ class Run:
             with suppress(ProcessLookupError):
                 os.kill(pid, number)
 
-    def stop_at(self, moment: Callable[["Run"], bool], timeout: float = 60.0) -> bool:
+    def stop_at(self, moment: Callable[["Run"], bool], timeout: float = 240.0) -> bool:
         """All ranks stopped while `moment` is true; False: the run ended before."""
         end = time.monotonic() + timeout
         while self.process.poll() is None:
@@ -84,15 +86,17 @@ class Run:
         return False
 
     def kill(self, whom: str) -> None:
-        """Stopped ranks: the first, the last, or all with their launcher."""
+        """Stopped ranks: the first, the last, all with their launcher; or the launcher, which takes them along."""
         pids = self.pids()
         if whom == "all ranks":
             self.send(signal.SIGKILL, self.process.pid, *pids)
+        elif whom == "the launcher":
+            self.send(signal.SIGKILL, self.process.pid)
         else:
             self.send(signal.SIGKILL, pids[0 if whom == "the first" else -1])
             self.send(signal.SIGCONT, *pids)
 
-    def end(self, timeout: float = 60.0) -> int:
+    def end(self, timeout: float = 240.0) -> int:
         try:
             return self.process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -113,6 +117,31 @@ def saving(run: Run) -> bool:
 def files_complete(run: Run) -> bool:
     """All is written, the folder has not got its name."""
     return any((run.folder / "checkpoints" / name / "manifest.json").exists() for name in unfinished(run))
+
+
+def compacting(run: Run) -> bool:
+    """All rows of a chain that got long are written again, and the new chain has not got its name."""
+    checkpoints = run.folder / "checkpoints"
+    with suppress(OSError):
+        for name in unfinished(run):
+            newest = checkpoints / f"step-{last_saved(run.folder):08d}"
+            if (checkpoints / name / "manifest.json").exists() and len(parts(newest)) > 1:
+                return len(parts(checkpoints / name)) == 1
+    return False
+
+
+def parts(checkpoint: Path) -> set[str]:
+    """Of a chain."""
+    return {path.name.split(".")[0] for path in checkpoint.glob("rows-*.safetensors")}
+
+
+def uploading(run: Run) -> bool:
+    """And there is a newer one to upload than those before it."""
+    return (run.folder / "checkpoints" / ".step-upload").exists()
+
+
+def fetching(run: Run) -> bool:
+    return bool(unfinished(run)) and not steps_saved(run.folder)
 
 
 def loading(run: Run) -> bool:
@@ -154,6 +183,17 @@ MOMENTS: dict[str, Callable[[Run], bool]] = {
 }
 
 
+CHAIN_MOMENTS = {**MOMENTS, "during a compaction": compacting}
+UPLOAD_MOMENTS = {
+    "during an upload": uploading,
+    "while training": training,
+    "between files and rename": files_complete,
+}
+FETCH = "during a fetch"
+"""To an empty disk."""
+WHOM = ("all ranks", "the first", "the last", "the launcher")
+
+
 def last_saved(folder: Path) -> int:
     return max(steps_saved(folder), default=0)
 
@@ -166,43 +206,94 @@ class Kill:
     """Newest step whose checkpoint there was."""
 
 
-def kill_loop(
-    recipe: str,
-    folder: Path,
-    kills: int,
-    seed: int,
-    zygote: Zygote | None = None,
-    tell: Callable[[str], None] = lambda text: None,
-) -> list[Kill]:
-    """Start, kill, start again until all kills are done and the run has come to its end."""
-    chooser = random.Random(seed)
-    done: list[Kill] = []
-    while len(done) < kills:
-        name = list(MOMENTS)[len(done) % len(MOMENTS)]
-        if name == "during a load" and not steps_saved(folder):
-            name = "during a save"
-        whom = ("all ranks", "the first", "the last")[len(done) % 3]
-        newest = last_saved(folder)
-        run = Run(recipe, folder, zygote=zygote)
+@dataclass
+class Killer:
+    """Starts a run, kills it, and starts it again."""
+
+    recipe: str
+    folder: Path
+    seed: int
+    zygote: Zygote | None = None
+    moments: dict[str, Callable[[Run], bool]] = field(default_factory=lambda: MOMENTS)
+    tell: Callable[[str], None] = lambda text: None
+    done: list[Kill] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.chooser = random.Random(self.seed)
+
+    def start(self, ranks: int = RANKS) -> Run:
+        return Run(self.recipe, self.folder, ranks=ranks, zygote=self.zygote)
+
+    def start_and_kill(self, ranks: int = RANKS, name: str | None = None) -> Kill:
+        """Start the run, let it get somewhere, kill it at a moment: by default the next of the list."""
+        newest = last_saved(self.folder)
+        name = name or list(self.moments)[len(self.done) % len(self.moments)]
+        moment = fetching if name == FETCH else self.moments[name]
+        if name == "during a load" and not newest:
+            name, moment = "during a save", saving
+        number = len(self.done)  # every moment meets every victim
+        whom = WHOM[(number + number // math.lcm(len(self.moments), len(WHOM))) % len(WHOM)]
+        run = self.start(ranks)
         if name == "any time":
-            time.sleep(chooser.uniform(0.0, 1.5 if zygote else 8.0))
+            time.sleep(self.chooser.uniform(0.0, 1.5 if self.zygote else 8.0))
         elif name == "while training":
             assert run.stop_at(training), run.said()
             run.send(signal.SIGCONT)
-            time.sleep(chooser.uniform(0.0, 0.8))
+            time.sleep(self.chooser.uniform(0.0, 0.8))
         # Some way on from where it was, so that the run gets somewhere between kills.
-        goal = newest + 5 * chooser.randint(0, 2) if name in ("during a save", "between files and rename") else 0
-        hit = run.stop_at(lambda run, goal=goal, name=name: last_saved(folder) >= goal and MOMENTS[name](run))
-        assert hit, f"the run ended before kill {len(done) + 1} of {kills}, {name}; give it more steps\n{run.said()}"
+        further = name not in ("any time", "while training", "during a load", FETCH)
+        goal = newest + 5 * self.chooser.randint(0, 2) if further else 0
+        hit = run.stop_at(lambda run: last_saved(self.folder) >= goal and moment(run))
+        assert hit, f"the run ended before kill {len(self.done) + 1}, {name}; give it more steps\n{run.said()}"
+        return self.kill(run, name, whom)
+
+    def kill(self, run: Run, name: str, whom: str) -> Kill:
+        """Ranks that stand still."""
         run.kill(whom)
         assert run.end() != 0, run.said()
         assert "is refused" not in run.said(), run.said()
-        done.append(Kill(name, whom, last_saved(folder)))
-        tell(f"kill {len(done)} of {kills}: {name}, {whom}; checkpoint of step {done[-1].saved}")
-    run = Run(recipe, folder, zygote=zygote)
-    assert run.end(300) == 0, run.said()
-    assert "is refused" not in run.said(), run.said()
-    return done
+        self.done.append(Kill(name, whom, last_saved(self.folder)))
+        self.tell(f"{name}, {whom}; checkpoint of step {self.done[-1].saved}")
+        return self.done[-1]
+
+    def finish(self, ranks: int = RANKS) -> None:
+        run = self.start(ranks)
+        assert run.end(600) == 0, run.said()
+        assert "is refused" not in run.said(), run.said()
+
+
+def kill_loop(
+    recipe: str, folder: Path, kills: int, seed: int, zygote: Zygote | None = None, **more: Any
+) -> list[Kill]:
+    """Start, kill, start again until all kills are done and the run has come to its end."""
+    killer = Killer(recipe, folder, seed, **more)
+    for _ in range(kills):
+        killer.start_and_kill()
+    killer.finish()
+    return killer.done
+
+
+def change_layout(killer: Killer, layouts: list[tuple[int, int]], kills: int) -> list[Kill]:
+    """`layouts`: (ranks, the step up to which). The checkpoints of these steps must be kept (checkpoint.keep_every).
+    What a start has saved beyond its step is removed, so that runs that are killed at other moments change their ranks
+    after the same steps."""
+    for number, (ranks, until) in enumerate(layouts):
+        share = (number + 1) * kills // len(layouts) - number * kills // len(layouts)
+        for _ in range(share):
+            killer.start_and_kill(ranks)
+        if number + 1 == len(layouts):
+            break
+        if last_saved(killer.folder) < until:
+            run = killer.start(ranks)
+            assert run.stop_at(lambda run, until=until: last_saved(killer.folder) >= until), run.said()
+            run.kill("all ranks")
+            assert run.end() != 0
+        assert until in steps_saved(killer.folder)
+        for step in steps_saved(killer.folder):
+            if step > until:
+                shutil.rmtree(killer.folder / "checkpoints" / f"step-{step:08d}")
+    killer.finish(layouts[-1][0])
+    return killer.done
 
 
 def contents(checkpoint: Path) -> dict[str, np.ndarray]:

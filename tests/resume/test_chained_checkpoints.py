@@ -15,6 +15,8 @@ from xgram_dist.checkpoint import chain
 from xgram_dist.checkpoint.folder import checkpoints_at, remove_checkpoint
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.checkpoint.reader import CheckpointReader
+from xgram_dist.checkpoint.save import StagingBuffers
+from xgram_dist.checkpoint.sharded_tensor import CheckpointState
 from xgram_dist.cli.main import main
 from xgram_dist.train.trainer import Trainer
 
@@ -144,6 +146,27 @@ def test_a_long_chain_is_written_anew(data: Path, run: Path, tmp_path: Path, mon
     versions = [Manifest.read(one).version for one in checkpoints_at(tmp_path / "short")]
     assert versions == [3 + number % 2 for number in range(len(versions))]
     check(tmp_path / "short", run)
+
+
+def test_all_rows_of_a_large_disk_are_saved_without_a_copy_in_memory(
+    data: Path, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("xgram_dist.train.checkpointing.COPY_SHARE", 0.0)
+    monkeypatch.setattr(chain, "MAX_PARTS", 2)
+    copied, copy = [], StagingBuffers.copy
+
+    def watched(buffers: StagingBuffers, state: CheckpointState) -> CheckpointState:
+        copied.append(sum(shard.tensor.shape[0] for one in state.row_tensors().values() for shard in one.shards))
+        return copy(buffers, state)
+
+    monkeypatch.setattr(StagingBuffers, "copy", watched)
+    config = chained(data)
+    memory = config.memory.model_copy(update={"placement": "disk", "folder": str(tmp_path / "rows")})
+    assert Trainer(config.model_copy(update={"memory": memory}), tmp_path / "disk", fresh=False).run() == 0
+    versions = [Manifest.read(one).version for one in checkpoints_at(tmp_path / "disk")]
+    assert versions == [3 + number % 2 for number in range(len(versions))]
+    assert len(copied) == versions[:-1].count(4), "a save of all rows has copied them"
+    check(tmp_path / "disk", run)
 
 
 def test_a_chain_of_two_ranks_goes_on_as_one_and_as_three(data: Path, tmp_path: Path) -> None:

@@ -104,6 +104,24 @@ def lost_on_ranks_at(ranks, config, folder, step):
         run_until(config, folder, step, patch, ranks)
 
 
+def test_a_run_goes_through_replicas_of_its_tables(data, finished, tmp_path):
+    """The same layout goes on bit for bit; from other replicas to none, and back, up to rounding."""
+    replicated = settings(data, optimizer="catch_up", shard=1)
+    run_ranks(run_on_ranks, 2, replicated, tmp_path / "whole")
+    run_ranks(lost_on_ranks_at, 2, replicated, tmp_path / "same", 4)
+    run_ranks(run_on_ranks, 2, replicated, tmp_path / "same")
+    assert losses(tmp_path / "same") == losses(tmp_path / "whole")
+    run_ranks(lost_on_ranks_at, 2, replicated, tmp_path / "other", 4)
+    run_ranks(lost_on_ranks_at, 2, settings(data, optimizer="catch_up"), tmp_path / "other", 7)
+    run_ranks(run_on_ranks, 2, replicated, tmp_path / "other")
+    for folder in ("whole", "other"):
+        assert losses(tmp_path / folder) == pytest.approx(losses(finished), rel=1e-5)
+
+
+def run_on_ranks(ranks, config, folder):
+    assert Trainer(config, folder, fresh=False, ranks=ranks).run() == 0
+
+
 def test_version_1_rows_sharded_in_an_unknown_way_are_refused(data, finished, tmp_path):
     shutil.copytree(finished, tmp_path / "run")
     for folder in (tmp_path / "run" / "checkpoints").iterdir():

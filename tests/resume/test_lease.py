@@ -121,6 +121,14 @@ def test_a_holder_on_another_machine_is_taken_over_when_it_is_silent(take, tmp_p
         ({"TORCHELASTIC_RUN_ID": "a"}, {"TORCHELASTIC_RUN_ID": "a", "TORCHELASTIC_RESTART_COUNT": "1"}, True),
         ({"TORCHELASTIC_RUN_ID": "none"}, {"TORCHELASTIC_RUN_ID": "none", "TORCHELASTIC_RESTART_COUNT": "1"}, False),
         ({}, SLURM, False),
+        (
+            {"XGRAM_DIST_JOB": "7:0.0.0"},
+            {"XGRAM_DIST_JOB": "7:0.0.1", "SLURM_JOB_ID": "7"},
+            True,
+        ),  # ranks started again
+        ({"XGRAM_DIST_JOB": "7:0.2.1"}, {"XGRAM_DIST_JOB": "7:1.0.0", "SLURM_JOB_ID": "9"}, True),  # the successor
+        ({"XGRAM_DIST_JOB": "7:1.0.0"}, {"XGRAM_DIST_JOB": "7:0.2.1", "SLURM_JOB_ID": "7"}, False),
+        ({"XGRAM_DIST_JOB": "7:0.0.0"}, {"XGRAM_DIST_JOB": "8:1.0.0", "SLURM_JOB_ID": "9"}, False),
     ],
 )
 def test_a_later_incarnation_of_the_same_job_takes_over(take, tmp_path, monkeypatch, before, now, free):

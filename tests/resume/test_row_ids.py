@@ -160,7 +160,7 @@ def tampered(ranges, *, digest=True, **changes):
         (tampered([[0, 159, 1]]), "of data rank 0 are not 160 rows"),
         (tampered([[0, 159, 1]], count=159), "do not add up to 160 rows"),
         (tampered([[0, 160, 1]], tensor="row_ids.tables.data-0"), "are neither ranges nor a tensor"),
-        (lambda tree: tree["row_ids"].clear(), "is not a complete manifest"),
+        (lambda tree: tree["row_ids"].clear(), "names row ids 'tables', which are missing"),
         (lambda tree: tree["row_ids"]["tables"].update(num_rows=159), "its row ids 'tables' 159"),
     ],
 )

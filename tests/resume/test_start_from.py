@@ -15,7 +15,7 @@ from train_helpers import LENGTH, VOCABULARY, make_documents, read_metrics, save
 
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.cli.main import main
-from xgram_dist.config import dump_config
+from xgram_dist.config import build_config, dump_config
 from xgram_dist.errors import UserError
 from xgram_dist.tables.routing_io import load_routing
 from xgram_dist.train.checkpointing import StartCheckpoint
@@ -59,6 +59,23 @@ def test_the_state_goes_on_to_the_last_bit_in_another_folder(data, finished, tmp
     assert facts["started_from"] == {
         "checkpoint": str(source), "name": "small-xgram", "step": 6, "weights_only": False
     }  # fmt: skip
+
+
+def test_a_constant_run_branches_into_a_decay_as_if_it_had_been_planned(data, tmp_path):
+    def config(**optimizer):
+        base = settings(data, optimizer="catch_up").model_dump()
+        base["optimizer"] |= {"warmup_share": 0.0, **optimizer}
+        return build_config(base)
+
+    decaying = config(schedule="wsd", decay_share=0.25)
+    assert Trainer(decaying, tmp_path / "planned", fresh=False).run() == 0
+    assert Trainer(config(schedule="constant"), tmp_path / "constant", fresh=False).run() == 0
+    source = tmp_path / "constant" / "checkpoints" / "step-00000006"
+    assert started(decaying, tmp_path / "branch", source, weights_only=False).run() == 0
+    losses, weights = outcome(tmp_path / "branch")
+    expected, expected_weights = outcome(tmp_path / "planned")
+    assert losses == {step: expected[step] for step in (7, 8)}
+    assert all(torch.equal(weights[name], expected_weights[name]) for name in expected_weights)
 
 
 def test_given_again_the_command_goes_on_with_the_runs_own_checkpoint(data, finished, tmp_path, capsys):

@@ -25,6 +25,7 @@ MEMORIES = {
     "catch-up": {"optimizer": "catch_up", "learning_rate": {"multiplier": 4.0, "vip_multiplier": 1.5}},
     "windows, counted": {"optimizer": "catch_up", "window": 1, "count_updates": True},
     "Adagrad": {"optimizer": "adagrad"},
+    "bf16": {"optimizer": "catch_up", "rows_dtype": "bf16", "moments": "bf16"},
     "lazy": {"optimizer": "lazy", "compression": 1.0},
     "engram": {**ENGRAM, "engram": {"heads": 2, "rows": 3000, "width": 24, "taps": 3, "layers": [0, 1]}},
 }

@@ -63,6 +63,7 @@ GresTypes=gpu
 NodeName=n[1-{nodes}] NodeAddr={network}.[11-{last}] CPUs=64 RealMemory=512000 Gres=gpu:8 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
+PartitionName=cancels Nodes=ALL PriorityTier=1 PreemptMode=CANCEL MaxTime=INFINITE State=UP
 """
 
 

@@ -48,6 +48,12 @@ def write_site(folder, pace=0.3, crash="", absent=None, **keys):
     return str(path)
 
 
+def on(*nodes):
+    """Options that keep a job to some nodes, so that no other test meets it."""
+    others = sorted({f"n{number}" for number in range(1, 9)} - set(nodes))
+    return {"sbatch": [f"--exclude={','.join(others)}"]}
+
+
 def write_recipe(folder, data, engine="replicated", **train):
     config = small_config(
         data,

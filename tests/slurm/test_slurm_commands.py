@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from eval_helpers import make_benchmarks
 from slurm_helpers import (
     assert_same_weights,
     log,
+    on,
     outcomes,
     submit,
     undisturbed,
@@ -24,7 +26,7 @@ from slurm_helpers import (
 from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cli.main import main
 from xgram_dist.cluster.slurm.attempts import read_attempts
-from xgram_dist.cluster.slurm.commands import job_state, run_command
+from xgram_dist.cluster.slurm.commands import job_facts, job_state, run_command
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -32,17 +34,23 @@ ROOT = Path(__file__).resolve().parents[2]
 def test_an_array_of_three_seeds_trains_three_runs_and_evaluates_each_after_it(cluster, data, tmp_path):
     recipe, folder = write_recipe(tmp_path, data), tmp_path / "sweep"
     benchmarks = make_benchmarks(tmp_path / "benchmarks", count=4)
-    words = ["--site", write_site(tmp_path, pace=0), "--folder", str(folder), "--no-preflight"]
+    words = ["--site", write_site(tmp_path, pace=0.2), "--folder", str(folder), "--no-preflight"]
     words += ["eval.tasks=[sciq]", f"eval.data={benchmarks}"]
-    assert main(["submit", recipe, *words, "--array", "train.seed=0,1,2", "--then", "eval"]) == 0
+    sweep = ["--array", "train.seed=0,1,2", "--at-once", "2"]
+    assert main(["submit", recipe, *words, *sweep, "--then", "eval"]) == 0
     expected = undisturbed(recipe, tmp_path / "one", 1, "train.seed=1")
     runs = [folder / str(task) for task in range(3)]
+    last = json.loads((runs[2] / "slurm" / "jobs.json").read_text())["train"]
+    assert "JobArrayTaskLimit" in run_command(["squeue", "-h", "-o", "%i %r"])
+    wait_for_step(runs[2], 2)
+    run_command(["scancel", "--signal=USR1", "--batch", last])  # requeues itself, not the tasks that are complete
     for run in runs:
         jobs = json.loads((run / "slurm" / "jobs.json").read_text())
         assert wait_for_end(jobs["train"], run) == "COMPLETED", log(run)
         wait_for(lambda jobs=jobs: job_state(jobs["eval"]) == "COMPLETED", 120)
         (result,) = (run / "eval").glob("*.json")
         assert json.loads(result.read_text())["results"]["sciq"]["acc,none"] in {0, 0.25, 0.5, 0.75, 1}
+    assert [outcomes(run) for run in runs] == [["complete"], ["complete"], ["stopped", "complete"]]
     names = [yaml.safe_load((run / "config.yaml").read_text())["name"] for run in runs]
     assert names == [f"small-xgram-seed-{seed}" for seed in range(3)]
     assert_same_weights(runs[1], expected)
@@ -52,9 +60,14 @@ def test_an_array_of_three_seeds_trains_three_runs_and_evaluates_each_after_it(c
 
 def test_cancel_saves_and_ends_and_submit_goes_on(cluster, data, tmp_path, capsys):
     recipe, run, site = write_recipe(tmp_path, data), tmp_path / "run", write_site(tmp_path, pace=0.5)
-    job = submit(recipe, site, run)
+    words = ["submit", recipe, "--site", site, "--folder", str(run)]
+    with ThreadPoolExecutor(2) as pool:  # twice at once
+        assert sorted(pool.map(main, [words, words])) == [0, 2]
+    job = json.loads((run / "slurm" / "jobs.json").read_text())["train"]
+    assert len([line for line in run_command(["squeue", "-h", "-o", "%Z %j"]).splitlines() if "small" in line]) == 1
     wait_for_step(run, 2)
-    assert main(["submit", recipe, "--site", site, "--folder", str(run)]) == 2  # one job a run
+    capsys.readouterr()
+    assert main(words) == 2  # one job a run
     assert f"already has job {job}, RUNNING" in capsys.readouterr().err
     assert main(["status", str(run), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)[0]
@@ -121,12 +134,15 @@ def test_the_preflight_names_a_slow_node_among_three(cluster, data, tmp_path):
     recipe, run = write_recipe(tmp_path, data, steps=1, global_batch=3), tmp_path / "run"
     cluster.throttle("n2", "200mbit")
     try:
-        job = submit(recipe, write_site(tmp_path, pace=0, sbatch=["--nodelist=n1,n2,n3"]), run, "--nodes", "3")
+        job = submit(recipe, write_site(tmp_path, pace=0, **on("n1", "n2", "n3", "n4")), run, "--nodes", "3")
         assert wait_for_end(job, run) == "COMPLETED", log(run)
     finally:
         cluster.unthrottle("n2")
     assert "preflight: node n2 is slow" in log(run)
     assert "node n1 is slow" not in log(run)
+    job = submit(recipe, str(tmp_path / "site.yaml"), run, "--nodes", "3")
+    assert (job_facts(job) or {})["ExcNodeList"] == "n[2,5-8]"
+    assert main(["cancel", str(run), "--now"]) == 0
 
 
 def test_the_preflight_names_a_node_that_does_not_come(cluster, data, tmp_path):

@@ -13,6 +13,7 @@ from slurm_helpers import (
     STEPS,
     assert_same_weights,
     log,
+    on,
     outcomes,
     reasons,
     starts,
@@ -55,12 +56,6 @@ def limited(cluster, data, tmp_path_factory):
     return submit(recipe, site, folder / "run", "--no-preflight"), recipe, folder / "run"
 
 
-def on(*nodes):
-    """Options that keep a job to some nodes, so that no other test meets it."""
-    others = sorted({f"n{number}" for number in range(1, 9)} - set(nodes))
-    return {"sbatch": [f"--exclude={','.join(others)}"]}
-
-
 @pytest.mark.usefixtures("limited")
 def test_two_nodes_with_sharded_tables_and_deepspeed_train_to_the_end(cluster, data, tmp_path):
     recipe, run = write_recipe(tmp_path, data, engine="deepspeed"), tmp_path / "run"
@@ -90,7 +85,9 @@ def test_a_signal_a_preemption_and_a_killed_rank_change_no_bit(cluster, data, tm
     assert wait_for_end(job, run) == "COMPLETED", log(run)
     # Slurm has been seen to preempt once more before the urgent job had left.
     assert re.fullmatch("stopped stopped crashed (stopped )?complete", " ".join(outcomes(run)))
-    assert "rank 1 on n2 ended: Killed" in reasons(run)[2]
+    assert "rank 1 on n2 ended: Killed; the ranks are started again on the same nodes" in reasons(run)[2]
+    crashed, again = read_attempts(run)[2:4]
+    assert (again.restart, again.again) == (crashed.restart, 1)  # without the queue
     assert [record["step"] for record in read_metrics(run, "train")] == list(range(1, STEPS + 1))
     assert_same_weights(run, expected)
 

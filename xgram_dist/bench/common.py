@@ -14,10 +14,10 @@ from torch.multiprocessing.spawn import spawn
 from xgram_dist.bench.slow_link import LinkEnd
 from xgram_dist.config import Config, dump_config
 from xgram_dist.parallel.device import retain_freed_host_memory
-from xgram_dist.parallel.launch import bind, cores_of
+from xgram_dist.parallel.launch import bind, cores_of, end_with_starter
 from xgram_dist.parallel.mesh import init_world
 from xgram_dist.parallel.process_group import ProcessGroup
-from xgram_dist.tables.shard import TableShards
+from xgram_dist.tables.table_shards import TableShards
 
 
 def synthetic_facts(config: Config, step: int, ranks: int, tables: TableShards | None, **known: Any) -> dict[str, Any]:
@@ -64,6 +64,7 @@ def _run(
     arguments: tuple[Any, ...],
     network: Sequence[LinkEnd],
 ) -> None:
+    end_with_starter()
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(size), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     if network:
         network[rank].enter()

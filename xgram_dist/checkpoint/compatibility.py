@@ -6,11 +6,22 @@ from typing import Any
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.checkpoint.sharded_tensor import Tensors
 from xgram_dist.config import Config, parse_config
-from xgram_dist.errors import UserError
+from xgram_dist.errors import UserError, one_line
 from xgram_dist.tables.routing import Routing
-from xgram_dist.tables.shard import TableShards
+from xgram_dist.tables.table_shards import TableShards
+from xgram_dist.untrusted import MAX_SHOWN, shown
 
-SHAPE_KEYS = ("vocabulary", "layers", "width", "ffn_width", "heads", "kv_heads")
+SHAPE_KEYS = (
+    "vocabulary",
+    "layers",
+    "width",
+    "ffn_width",
+    "heads",
+    "kv_heads",
+    "width_of_head",
+    "norms",
+    "qk_norm",
+)
 """Keys of `model` that determine the shapes of the backbone's parameters, or their meaning."""
 
 
@@ -26,9 +37,10 @@ def check_model(folder: Path, facts: dict[str, Any], config: Config) -> None:
     for key in SHAPE_KEYS:
         current, needed = getattr(config.model, key), getattr(saved.model, key)
         if current != needed:
+            name = "head_width" if key == "width_of_head" else key
             raise UserError(
-                f"'{folder}' holds a model with model.{key} = {needed}, but this recipe has {current}; set "
-                f"model.{key}={needed}, or start without it"
+                f"'{folder}' holds a model with model.{name} = {needed}, but this recipe has {current}; set "
+                f"model.{name}={needed}, or start without it"
             )
 
 
@@ -36,7 +48,7 @@ def check_tokenizer(folder: Path, facts: dict[str, Any], tokenizer: str) -> None
     saved = str(facts["tokenizer"].get("sha256"))
     if saved != tokenizer:
         raise UserError(
-            f"'{folder}' was trained with another tokenizer ({saved[:12]}) than data.path was prepared "
+            f"'{folder}' was trained with another tokenizer ({shown(saved, 12)}) than data.path was prepared "
             f"with ({tokenizer[:12]}), so token ids have other meanings; prepare the data with its tokenizer"
         )
 
@@ -52,8 +64,8 @@ def check_state(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
             else:
                 difference = f"is {manifest.table_shape(name)} there and {list(tensor.shape)} here"
             raise UserError(
-                f"'{folder}' does not fit this recipe: '{name}' {difference}; set memory.sites and the keys of model "
-                f"as they were, or start a new run from the weights that fit with --from {folder} --weights-only"
+                f"'{folder}' does not fit this recipe: {shown(name)} {difference}; set memory.sites and the keys of "
+                f"model as they were, or start a new run from the weights that fit with --from {folder} --weights-only"
             )
 
 
@@ -68,8 +80,8 @@ def check_tables(folder: Path, facts: dict[str, Any], tables: TableShards | None
         )
     if current != saved:
         raise UserError(
-            f"'{folder}' was saved with the table optimizer '{saved}', this run has '{current}'; set "
-            f"memory.optimizer={saved}"
+            f"'{folder}' was saved with the table optimizer {shown(saved)}, this run has '{current}'; set "
+            f"memory.optimizer={one_line(str(saved), MAX_SHOWN)}"
         )
     if tables is not None and tables.counts_updates and not saved_config(folder, facts).memory.count_updates:
         raise UserError(f"'{folder}' was saved without counts of updates; set memory.count_updates=false, {new_run}")

@@ -16,7 +16,9 @@ from xgram_dist.errors import UserError
 FOLDER = "checkpoints"
 MANIFEST = "manifest.json"
 """`manifest.FILE`, not imported: the first process of a Slurm job runs this file with the standard library only."""
-_NAME = re.compile(r"^step-(\d{8,})$")
+AHEAD_BYTES = 8 << 30
+"""Of a rank's file that are read ahead."""
+_NAME = re.compile(r"step-([0-9]{8,12})")
 
 
 def name_of(step: int) -> str:
@@ -28,8 +30,24 @@ def list_steps(run: Path) -> list[int]:
     folder = run / FOLDER
     if not folder.is_dir():
         return []
-    matches = (_NAME.match(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
+    matches = (_NAME.fullmatch(path.name) for path in folder.iterdir() if path.is_dir() and not path.is_symlink())
     return sorted(int(match[1]) for match in matches if match)
+
+
+def read_ahead(run: Path, rank: int) -> None:
+    """Have the system read this rank's file of the newest checkpoint, beside what this process does next: importing,
+    meeting the other ranks, building modules. On another number of ranks it is a part of what is needed."""
+    for step in reversed(list_steps(run)):
+        try:
+            descriptor = os.open(run / FOLDER / name_of(step) / f"rank-{rank:05d}.safetensors", os.O_RDONLY)
+        except OSError:
+            return
+        try:
+            size = min(os.fstat(descriptor).st_size, AHEAD_BYTES)
+            os.posix_fadvise(descriptor, 0, size, os.POSIX_FADV_WILLNEED)
+        finally:
+            os.close(descriptor)
+        return
 
 
 def checkpoints_at(path: Path) -> list[Path]:

@@ -29,7 +29,9 @@ from xgram_dist.engine.base import Engine
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.tables.lookup import segment_sums
 from xgram_dist.tables.routing import Routing, View
-from xgram_dist.tables.shard import Shard, TableShards, TouchedShard
+from xgram_dist.tables.shard import Shard
+from xgram_dist.tables.table_shards import TableShards
+from xgram_dist.tables.touched_shard import TouchedShard
 
 BLOCK_ROWS = 4096
 INITIAL = "initial values"
@@ -140,8 +142,8 @@ class _ShardInitializer:
         columns = slice(self.mesh.tensor.rank * width, (self.mesh.tensor.rank + 1) * width)
         same_map = _same_map(self.reader.view_of_table(name), self.view)
         local_N, row_ids_N = self._rows_to_fill(name, same_map)
-        values_SW = self.shard.rows[:, self.shard.slab.columns()[name]]
-        gates_S = None if self.shard.gates is None else self.shard.gates[:, number]
+        state = self.shard.state_dict()
+        values_SW, gates_S = state.columns[f"{name}.rows"], state.tables.get(f"{name}.gates")
         with self.shard.writing(None):
             copy = self._copy_rows if same_map else self._copy_token_vectors
             return copy(name, columns, values_SW, gates_S, local_N, row_ids_N)

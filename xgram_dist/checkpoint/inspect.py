@@ -8,12 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import yaml
 from numpy.typing import NDArray
 
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.checkpoint.row_ids import read_row_ids
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError, RawFile, file_checksum
+from xgram_dist.config.load import parse_tree
+from xgram_dist.errors import UserError
 
 _TABLE = re.compile(r"^tables\.layers\.(?:\d+|all)\.(\w+)\.(\d+)\.(rows|gates)(\..+)?$")
 _VIEW = re.compile(r"^tables\.view-(\d+)\.")
@@ -76,7 +77,7 @@ def _group_rank(group: str) -> int:
 def describe(folder: Path, manifest: Manifest) -> dict[str, Any]:
     """What `inspect --json` prints, as plain values."""
     facts = manifest.run
-    recipe = yaml.safe_load(facts["config"])
+    recipe = _recipe(folder, facts["config"])
     memory = recipe["memory"]
     return {
         "checkpoint": str(folder),
@@ -107,6 +108,19 @@ def describe(folder: Path, manifest: Manifest) -> dict[str, Any]:
     }
 
 
+def _recipe(folder: Path, text: str) -> dict[str, Any]:
+    """The recipe as it was saved, by whatever release: only what is shown must be there."""
+    try:
+        recipe = parse_tree(text)
+        shown = recipe["name"], recipe["train"]["steps"], recipe["memory"]["method"]
+        sound = isinstance(shown[0], str) and type(shown[1]) is int and isinstance(shown[2], str)
+    except (UserError, KeyError, TypeError):
+        sound = False
+    if not sound:
+        raise DamagedFileError(f"'{folder}': the recipe in its manifest cannot be read")
+    return {**recipe, "memory": {"compression": None, **recipe["memory"]}}
+
+
 def find_damage(folder: Path, manifest: Manifest, progress: Callable[[int], None]) -> Iterator[str]:
     """A sentence for every damage. Reads every byte that has a checksum; `progress` gets the bytes of each block."""
     by_file: dict[str, list[tuple[str, int, str, list[int]]]] = {}
@@ -129,7 +143,12 @@ def find_damage(folder: Path, manifest: Manifest, progress: Callable[[int], None
                 damaged = True
                 yield str(error)
     for name, checksum in manifest.checksums.items():
-        if file_checksum(folder / name) != checksum:
+        try:
+            damage = file_checksum(folder / name) != checksum
+        except (OSError, DamagedFileError) as error:
+            yield str(error)
+            continue
+        if damage:
             yield f"'{folder / name}' is damaged: its checksum does not match"
     for name, row_ids in manifest.row_ids.items() if not damaged else ():  # damage of their file was reported above
         try:

@@ -15,6 +15,7 @@ rename fails.
 
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -27,14 +28,20 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import NoReturn
 
+from pydantic import TypeAdapter, ValidationError
+
 from xgram_dist.console import format_duration
-from xgram_dist.errors import UserError
-from xgram_dist.files import process_start
+from xgram_dist.environment import start_of_job, whole_number
+from xgram_dist.errors import BadFileError, UserError, one_line
+from xgram_dist.files import process_start, remove
+from xgram_dist.untrusted import read_json
 
 FOLDER = "lease"
 HEARTBEAT_SECONDS = 5.0
 STALE_SECONDS = 120.0
 DYING_SECONDS = 2.0
+MAX_BYTES = 10_000
+_FILE = re.compile(r"([0-9]{8,18})\.json", re.ASCII)
 
 
 @dataclass(frozen=True)
@@ -54,7 +61,7 @@ class Holder:
 
     def __str__(self) -> str:
         job = f", {self.job}" if self.job else ""
-        return f"process {self.pid} on {self.host}{job}, since {self.since}"
+        return one_line(f"process {self.pid} on {self.host}{job}, since {self.since}", 200)
 
 
 def this_process() -> Holder:
@@ -74,13 +81,16 @@ def this_process() -> Holder:
 def _job(environment: dict[str, str]) -> tuple[str, list[int]]:
     """(name, restart counts) of the Slurm job, the torchrun run, or one within the other."""
     names, counts = [], []
-    if slurm := environment.get("SLURM_JOB_ID"):
+    if start := start_of_job(environment):
+        names.append(f"Slurm job {start[0]}")
+        counts += start[1]
+    elif slurm := environment.get("SLURM_JOB_ID"):
         names.append(f"Slurm job {slurm}")
-        counts.append(int(environment.get("SLURM_RESTART_COUNT") or 0))
+        counts.append(whole_number(environment, "SLURM_RESTART_COUNT", default=0))
     run = environment.get("TORCHELASTIC_RUN_ID", "none")
     if run != "none":  # torchrun's id of an unnamed run
         names.append(f"torchrun {run}")
-        counts.append(int(environment.get("TORCHELASTIC_RESTART_COUNT") or 0))
+        counts.append(whole_number(environment, "TORCHELASTIC_RESTART_COUNT", default=0))
     return ", ".join(names), counts
 
 
@@ -171,7 +181,7 @@ def take(run: Path) -> Lease:
                 _path(run, last + 1).unlink()
                 continue
             for old in numbers:
-                _path(run, old).unlink(missing_ok=True)
+                remove(_path(run, old))
             return Lease(run, last + 1, me, descriptor)
     except OSError as error:
         raise UserError(
@@ -259,12 +269,12 @@ def _path(run: Path, number: int) -> Path:
 
 
 def _numbers(run: Path) -> list[int]:
-    return sorted(int(path.stem) for path in (run / FOLDER).glob("*.json") if path.stem.isdigit())
+    return sorted(int(match[1]) for path in (run / FOLDER).iterdir() if (match := _FILE.fullmatch(path.name)))
 
 
 def _read(path: Path) -> Holder | None:
-    """None: the file is gone, or just being written."""
+    """None: the file is gone, just being written, or not of a run."""
     try:
-        return Holder(**json.loads(path.read_text(encoding="utf-8")))
-    except (FileNotFoundError, ValueError, TypeError):
+        return TypeAdapter(Holder).validate_python(read_json(path, limit=MAX_BYTES))
+    except (FileNotFoundError, BadFileError, ValidationError):
         return None

@@ -11,8 +11,10 @@ a row that is not saved is its formula.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -30,9 +32,13 @@ from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError
 from xgram_dist.checkpoint.sharded_tensor import LocalShard, Tensors, backbone_state, table_state
 from xgram_dist.engine.base import Engine
+from xgram_dist.errors import BadFileError
 from xgram_dist.parallel.mesh import Mesh
+from xgram_dist.tables.optimizers.catchup_math import any_outside, saved_range
 from xgram_dist.tables.routing import Routing
-from xgram_dist.tables.shard import Shard, TableShards, TouchedShard
+from xgram_dist.tables.shard import Shard
+from xgram_dist.tables.table_shards import TableShards
+from xgram_dist.tables.touched_shard import TouchedShard
 
 GATHER_BYTES = 16 << 20
 """Of rows that are gathered from a chunk before its pages are released."""
@@ -92,8 +98,25 @@ def load_checkpoint(
     if tables is not None:
         _load_tables(reader, tables, mesh)
     if facts["ranks"] == mesh.world.size:
-        torch.set_rng_state(reader.tensor(f"rng.rank-{mesh.world.rank}"))
+        name = f"rng.rank-{mesh.world.rank}"
+        with damage_if_refused(folder, name):
+            torch.set_rng_state(reader.tensor(name))
     return facts
+
+
+@contextmanager
+def damage_if_refused(folder: Path, what: str) -> Iterator[None]:
+    """A part of a checkpoint whose form its owner alone knows: if the owner cannot take it, it is damaged."""
+    try:
+        yield
+    except DamagedFileError:
+        raise
+    except BadFileError as error:
+        raise DamagedFileError(f"'{folder}': '{what}': {error}") from error
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError, AttributeError, RuntimeError) as error:
+        if isinstance(error, torch.OutOfMemoryError):
+            raise
+        raise DamagedFileError(f"'{folder}': '{what}' is not what a run saves ({type(error).__name__})") from error
 
 
 def _same_layout(reader: CheckpointReader, engine: Engine, tables: TableShards | None, mesh: Mesh) -> bool:
@@ -121,18 +144,33 @@ def _load_tables(reader: CheckpointReader, tables: TableShards, mesh: Mesh) -> N
         of_shard = shard.state_dict()
         names = [f"tables.{name}" for name in of_shard.columns | of_shard.tables | of_shard.rows]
         with shard.writing(None):
-            read_rows(reader, {name: tensors[name] for name in names}, positions_R, local_R)
-            shard.load_replicated(replicated)
+            limits = _step_limits(reader, shard)
+            read_rows(reader, {name: tensors[name] for name in names}, positions_R, local_R, limits)
+            with damage_if_refused(reader.folder, f"tables.view-{shard.slab.view}"):
+                shard.load_replicated(replicated)
             is_saved = np.zeros(len(shard.row_ids), dtype=bool)
             is_saved[local_R] = True
-            shard.restart_rows(torch.from_numpy(np.flatnonzero(~is_saved)).to(shard.rows.device))
+            shard.restart_rows(torch.from_numpy(np.flatnonzero(~is_saved)))
+
+
+def _step_limits(reader: CheckpointReader, shard: Shard) -> dict[str, tuple[int, int]]:
+    """By tensor: the steps to which rows that miss steps may belong, first and last."""
+    limits: dict[str, tuple[int, int]] = {}
+    for kind in ("rows", "gates"):
+        prefix = f"tables.view-{shard.slab.view}.{kind}."
+        saved = reader.replicated_tensors(prefix)
+        if "sums" in saved:
+            with damage_if_refused(reader.folder, prefix):
+                base, entries = saved_range(saved)
+            limits |= {f"{prefix}{name}": (base, base + entries - 1) for name in ("last", "current")}
+    return limits
 
 
 def _adopt_rows(
     reader: CheckpointReader, shard: Shard, tables: TableShards, mesh: Mesh
 ) -> tuple[NDArray[Any], NDArray[Any]]:
     """(local rows that the checkpoint holds, their saved positions). A shard of touched rows makes room for them."""
-    saved, rank = reader.saved_rows_of(shard.names[0]), mesh.data.rank
+    saved, rank = reader.saved_rows_of(shard.names[0]), mesh.rows.rank
     if isinstance(shard, TouchedShard):
         ids = shard.owned_rows(saved.rows)
         return shard.adopt(ids), saved.positions_of(ids)
@@ -157,8 +195,15 @@ def load_shards(reader: CheckpointReader, tensors: Tensors, mesh: Mesh) -> None:
         raise DamagedFileError("; ".join(complaints))
 
 
-def read_rows(reader: CheckpointReader, tensors: Tensors, positions_S: NDArray[Any], local_S: NDArray[Any]) -> None:
-    """Fill local rows of table tensors; `positions_S`: the saved position of each of the rows `local_S`."""
+def read_rows(
+    reader: CheckpointReader,
+    tensors: Tensors,
+    positions_S: NDArray[Any],
+    local_S: NDArray[Any],
+    limits: Mapping[str, tuple[int, int]] = MappingProxyType({}),
+) -> None:
+    """Fill local rows of table tensors; `positions_S`: the saved position of each of the rows `local_S`. `limits`:
+    tensors of integers that must be from the first to the second number."""
     order_S = np.argsort(positions_S, kind="stable")
     ascending_S, local_S = positions_S[order_S], local_S[order_S]
     for name, tensor in tensors.items():
@@ -174,10 +219,14 @@ def read_rows(reader: CheckpointReader, tensors: Tensors, positions_S: NDArray[A
             covered += len(local_R) * (target.numel() // len(target))
             contiguous = bool((np.diff(local_R) == 1).all())
             if len(local_R) == chunk.sizes[0] and contiguous and columns is None:
-                reader.read_chunk(chunk, entry.dtype, target[local_R[0] : local_R[0] + len(local_R)])
+                read = target[local_R[0] : local_R[0] + len(local_R)]
+                reader.read_chunk(chunk, entry.dtype, read)
+                _check_limits(reader, name, read, limits)
             else:
                 saved_R = ascending_S[first:last] - chunk.offsets[0]
-                _gather_rows(reader, chunk, entry.dtype, target, local_R, saved_R, columns)
+                source = reader.chunk(chunk, entry.dtype)
+                _check_limits(reader, name, source, limits)
+                _gather_rows(reader, source, target, local_R, saved_R, columns)
         row_numel = math.prod(shard.tensor.shape[1:])
         if covered != len(local_S) * row_numel:
             raise DamagedFileError(f"the checkpoint '{reader.folder}' does not hold all of '{name}'")
@@ -194,19 +243,24 @@ def _overlapping_columns(chunk: Chunk, shard: LocalShard) -> tuple[Tensor, slice
     return target, None if end - begin == chunk.sizes[1] else slice(begin - chunk.offsets[1], end - chunk.offsets[1])
 
 
+def _check_limits(reader: CheckpointReader, name: str, values: Tensor, limits: Mapping[str, tuple[int, int]]) -> None:
+    """Before training indexes by them: on a GPU that would end the process."""
+    first, last = limits.get(name, (0, 0))
+    if name in limits and any_outside(values, first, last):
+        raise DamagedFileError(f"'{reader.folder}': '{name}' has steps that are not from {first:,} to {last:,}")
+
+
 def _gather_rows(
     reader: CheckpointReader,
-    chunk: Chunk,
-    dtype: str,
+    source: Tensor,
     target: Tensor,
     local_R: NDArray[Any],
     saved_R: NDArray[Any],
     columns: slice | None,
 ) -> None:
-    """Copy rows `saved_R` (ascending) of a chunk to rows `local_R` of the target."""
-    source = reader.chunk(chunk, dtype)
+    """Copy rows `saved_R` (ascending) of a chunk, `source`, to rows `local_R` of the target."""
     source = source if columns is None else source[:, columns]
-    step = max(1, GATHER_BYTES // max(1, chunk.sizes[-1] * source.element_size()))
+    step = max(1, GATHER_BYTES // max(1, source.shape[-1] * source.element_size()))
     for start in range(0, len(local_R), step):
         block = slice(start, start + step)
         rows = source[torch.from_numpy(saved_R[block])]

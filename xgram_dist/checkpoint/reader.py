@@ -15,6 +15,7 @@ to fit in memory.
 Shapes: R rows, W columns of a table.
 """
 
+import functools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -39,9 +40,19 @@ from xgram_dist.model.methods.base import Keys, method_of, table_layout
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.initial_rows import initial_rows
 from xgram_dist.tables.optimizers.adamw_catchup import SavedCatchUp
+from xgram_dist.tables.optimizers.catchup_math import Rounded, as_it_is
+from xgram_dist.tables.optimizers.rounding import (
+    VALUES,
+    column_keys,
+    compute_dtype,
+    element_noise,
+    round_to_bf16,
+    row_keys,
+)
 from xgram_dist.tables.routing import Routing, View
 from xgram_dist.tables.routing_io import load_routing
 from xgram_dist.tables.row_sharding import POLICIES, plan_row_sharding
+from xgram_dist.untrusted import shown
 
 ROUTING_FILE, KEYS_FILE = "routing.npz", "keys.npz"
 BLOCK_BYTES = 32 << 20
@@ -82,6 +93,8 @@ class CheckpointReader:
         """What the n-gram methods look up by; None for the other methods."""
         if self.facts.get("keys") is None:
             return None
+        if KEYS_FILE not in self.manifest.files:
+            raise DamagedFileError(f"'{self.folder}' has no {KEYS_FILE}")
         keys = method_of(self.config).load_keys(self.folder / KEYS_FILE)
         if keys.sha256() != self.facts["keys"]:
             raise DamagedFileError(f"'{self.folder / KEYS_FILE}' is not what the checkpoint was saved with")
@@ -133,7 +146,7 @@ class CheckpointReader:
         error: str | None = None
         every = (chunk.file for entry in self.manifest.tensors.values() for chunk in entry.chunks)
         file_index = {name: index for index, name in enumerate(sorted(set(every)))}
-        chunks = [c for name in names or self.manifest.tensors for c in self.manifest.tensors[name].chunks]
+        chunks = [c for name in names or self.manifest.tensors for c in self.entry(name).chunks]
         for number, chunk in enumerate(chunks):
             rank = _verifying_rank(file_index[chunk.file], number, len(file_index), world.size)
             if error is None and rank == world.rank:
@@ -293,8 +306,8 @@ class CheckpointReader:
         policy = self.facts["row_sharding"]
         if policy not in POLICIES:
             raise UserError(
-                f"'{self.folder}' has its rows sharded by '{policy}', this release knows {', '.join(POLICIES)}; use "
-                "the release that wrote it"
+                f"'{self.folder}' has its rows sharded by {shown(policy)}, this release knows {', '.join(POLICIES)}; "
+                "use the release that wrote it"
             )
         num_rows = next(entry.shape[0] for entry in self.manifest.tensors.values() if entry.row_ids == TABLE_ROWS)
         sharding = plan_row_sharding(self.routing, num_rows, self.facts["data_ranks"], policy)
@@ -372,26 +385,37 @@ class SavedView:
     def values(self, kind: str, table: str, found: FoundRows, missed: Any, columns: slice | None = None) -> Tensor:
         """rows [R, W] or gates [R] of a table, caught up, in the order asked for; a copy."""
         name = f"tables.{table}.{kind}"
-        values = self._rows(name).gather(found.positions, columns)
+        values = self._gather(name, found.positions, columns)
         if missed is not None:
-            first, second = (self._rows(f"{name}.{m}").gather(found.positions, columns) for m in ("first", "second"))
+            first, second = (self._gather(f"{name}.{m}", found.positions, columns) for m in ("first", "second"))
             as_rows = [one if one.dim() > 1 else one[:, None] for one in (values, first, second)]
             self._catch_up_of(kind).catch_up_(as_rows[0], as_rows[1], as_rows[2], missed)
         if len(found.unsaved):
             values = torch.cat((values, self._formula(kind, table, found.unsaved, columns).to(values)))
         return values if found.order_R is None else values.index_select(0, torch.from_numpy(found.order_R))
 
+    def _gather(self, name: str, positions_R: NDArray[Any], columns: slice | None) -> Tensor:
+        """Numbers in bf16 as fp32."""
+        numbers = self._rows(name).gather(positions_R, columns)
+        return numbers.to(compute_dtype(numbers.dtype))
+
     def _formula(self, kind: str, table: str, rows_R: NDArray[Any], columns: slice | None) -> Tensor:
         """rows [R, W] or gates [R] that were never touched."""
         config = self._reader.config
+        rounded: Rounded = as_it_is
         if kind == "gates":
             values = torch.full((len(rows_R), 1), config.memory.row_gate_init)
         else:
             begin, end = (0, self._tables[table]) if columns is None else (columns.start, columns.stop)
             rows = torch.from_numpy(rows_R)
             values = initial_rows(rows, end - begin, config.model.init_std, config.train.seed, table, begin)
+            stored = TORCH_DTYPES[self._reader.entry(f"tables.{table}.rows").dtype]
+            if stored == torch.bfloat16:
+                values = values.to(stored).float()
+                keys_W = column_keys(config.train.seed, [table], [end], 0, rows.device)[begin:]
+                rounded = functools.partial(_rounded_rows, row_keys(rows), keys_W)
         if self._reader.behind:
-            self._catch_up_of(kind).formula_(values, self._is_vip(rows_R))
+            self._catch_up_of(kind).formula_(values, self._is_vip(rows_R), rounded)
         return values[:, 0] if kind == "gates" else values
 
     def _catch_up_of(self, kind: str) -> SavedCatchUp:
@@ -412,6 +436,10 @@ class SavedView:
                 raise DamagedFileError(f"the checkpoint '{self._reader.folder}' does not hold all of '{name}'")
             self._mapped[name] = MappedRows(tuple(entry.shape), chunks)
         return self._mapped[name]
+
+
+def _rounded_rows(row_keys_R: Tensor, column_keys_W: Tensor, values_RW: Tensor, step: int) -> Tensor:
+    return round_to_bf16(values_RW, element_noise(row_keys_R, step, VALUES), column_keys_W)
 
 
 class _MappedChunk:

@@ -14,14 +14,16 @@ Numpy only, no torch.
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any
 
 import crc32c
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError
 
+Count = Annotated[int, Field(strict=True, ge=0, le=2**60)]
 MAX_RANGES = 64
 """More ranges than this are stored as a tensor."""
 
@@ -30,10 +32,10 @@ MAX_RANGES = 64
 class RowIdSegment:
     """The global row ids of one data rank, in the order in which its rows are saved."""
 
-    count: int
-    digest: int
+    count: Count
+    digest: Count
     """crc32c of the ids as little-endian int64."""
-    ranges: list[list[int]] | None = None
+    ranges: list[Annotated[list[Count], Field(min_length=3, max_length=3)]] | None = None
     tensor: str | None = None
 
 
@@ -41,12 +43,12 @@ class RowIdSegment:
 class RowIdSet:
     """The row ids of all data ranks, in the order of the ranks."""
 
-    num_rows: int
+    num_rows: Count
     """Rows that are saved."""
     segments: list[RowIdSegment]
-    table_rows: int | None = None
+    table_rows: Count | None = None
     """Rows of the tables, where touched rows alone are saved. The others are a formula (reader.py)."""
-    parts: list[int] | None = None
+    parts: list[Count] | None = None
     """Of a chain (chain.py): the segments of each part, the oldest part first. A row counts as in the last part that
     has it. None: one part, in which each row is there once."""
 
@@ -98,6 +100,8 @@ def check_row_id_set(where: str, name: str, row_ids: RowIdSet) -> None:
         if (segment.ranges is None) == (segment.tensor is None):
             raise DamagedFileError(f"{where}: the row ids '{name}' of data rank {rank} are neither ranges nor a tensor")
         # Before np.arange makes them, so that a forged range cannot fill the memory.
+        if segment.ranges is not None and any(ends[2] < 1 for ends in segment.ranges):
+            raise DamagedFileError(f"{where}: the row ids '{name}' of data rank {rank} have a range without a step")
         if segment.ranges is not None and sum(len(range(*ends)) for ends in segment.ranges) != segment.count:
             raise DamagedFileError(f"{where}: the row ids '{name}' of data rank {rank} are not {segment.count:,} rows")
 

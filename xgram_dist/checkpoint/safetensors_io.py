@@ -4,7 +4,6 @@ A safetensors file is a length, a JSON header and raw bytes. Nothing in it can b
 this module only, so it starts without importing torch.
 """
 
-import json
 import math
 import os
 import struct
@@ -17,16 +16,18 @@ import crc32c
 import numpy as np
 from numpy.typing import NDArray
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError
+from xgram_dist.untrusted import JsonError, open_file, parse_json
 
 BLOCK_BYTES = 4 << 20
 READAHEAD_BYTES = 16 << 20
 MAX_HEADER_BYTES = 100 << 20
+MAX_HEADER_DEPTH = 4
 ITEM_BYTES = {"F64": 8, "F32": 4, "BF16": 2, "I64": 8, "I32": 4, "U8": 1, "BOOL": 1}
 INTEGER_DTYPES = {"I64": "<i8", "I32": "<i4"}
 
 
-class DamagedFileError(UserError):
+class DamagedFileError(BadFileError):
     """A checkpoint file that is missing, truncated, or not what the manifest says."""
 
 
@@ -43,12 +44,12 @@ class TensorHeader:
 class RawFile:
     """A safetensors file, read in blocks and verified while reading."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, *, follow: bool = False):
+        """`follow`: the file may be a link."""
         self.path = path
         self._readahead_end = 0
         try:
-            # A symlink could point outside the checkpoint folder.
-            self._file = open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb", buffering=0)  # noqa: SIM115
+            self._file = open(open_file(path, follow=follow, error=DamagedFileError), "rb", buffering=0)  # noqa: SIM115
             size = os.fstat(self._file.fileno()).st_size
             prefix = self._file.read(8)
             length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else 0
@@ -61,18 +62,24 @@ class RawFile:
 
     def _parse_header(self, text: bytes, data_bytes: int) -> dict[str, TensorHeader]:
         try:
-            headers = {
-                key: TensorHeader(tree["dtype"], tuple(tree["shape"]), *tree["data_offsets"])
-                for key, tree in json.loads(text).items()
-                if key != "__metadata__"
-            }
-            for key, header in headers.items():
-                nbytes = math.prod(header.shape) * ITEM_BYTES[header.dtype]
-                if not 0 <= header.begin <= header.end <= data_bytes or header.end - header.begin != nbytes:
+            tree = parse_json(text, depth=MAX_HEADER_DEPTH)
+        except JsonError:
+            tree = None
+        if not isinstance(tree, dict):
+            raise DamagedFileError(f"'{self.path}' is not a tensor file: its header is not valid")
+        tree.pop("__metadata__", None)
+        return {key: self._parse_tensor(key, one, data_bytes) for key, one in tree.items()}
+
+    def _parse_tensor(self, key: str, tree: Any, data_bytes: int) -> TensorHeader:
+        match tree:
+            case {"dtype": str(dtype), "shape": [*shape], "data_offsets": [begin, end]}:
+                numbers = [*shape, begin, end]
+                # A bool is an int, and 64.0 equals 64.
+                if dtype in ITEM_BYTES and all(type(one) is int and 0 <= one < 2**62 for one in numbers):
+                    if begin <= end <= data_bytes and end - begin == math.prod(shape) * ITEM_BYTES[dtype]:
+                        return TensorHeader(dtype, tuple(shape), begin, end)
                     raise DamagedFileError(f"'{self.path}' is truncated or damaged at '{key}'")
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise DamagedFileError(f"'{self.path}' is not a tensor file: its header is not valid") from None
-        return headers
+        raise DamagedFileError(f"'{self.path}' is not a tensor file: its header is not valid at '{key}'")
 
     def header(self, key: str) -> TensorHeader:
         if key not in self.headers:
@@ -122,14 +129,17 @@ class RawFile:
         header = self.header(key)
         if header.dtype not in INTEGER_DTYPES:
             raise DamagedFileError(f"'{self.path}': '{key}' is {header.dtype}, not integers")
+        if len(header.shape) != 1:
+            raise DamagedFileError(f"'{self.path}': '{key}' is not one row of integers")
         buffer = bytearray(header.end - header.begin)
         self.check_checksum(key, self.read(key, header.begin, memoryview(buffer), 0), expected)
         return np.frombuffer(buffer, dtype=INTEGER_DTYPES[header.dtype]).astype(np.int64).reshape(header.shape)
 
 
 def file_checksum(path: Path) -> int:
+    """Of a file that holds no tensors."""
     checksum = 0
-    with path.open("rb") as file:
+    with open(open_file(path, error=DamagedFileError), "rb", buffering=0) as file:
         while block := file.read(BLOCK_BYTES):
             checksum = crc32c.crc32c(block, checksum)
     return checksum

@@ -9,7 +9,8 @@ state saved as one set of shards loads into any other: torch.distributed.checkpo
     row_ids.SET.data-R                     global ids of the rows of data rank R, where ranges do not compress them
     rng.rank-R                             torch's random generator of a rank
 
-Rows of table tensors stand in the order of the data ranks; the row ids (row_ids.py) say which global rows those are.
+Rows of table tensors stand in the order of the data ranks (where the tables have replicas, of the ranks of a replica,
+one of which writes each row); the row ids (row_ids.py) say which global rows those are.
 """
 
 from dataclasses import dataclass, field, replace
@@ -25,7 +26,8 @@ from xgram_dist.checkpoint.manifest import TABLE_ROWS
 from xgram_dist.checkpoint.row_ids import RowIdSegment, describe_row_ids
 from xgram_dist.engine.base import Engine
 from xgram_dist.parallel.mesh import Mesh
-from xgram_dist.tables.shard import TableShards, TouchedShard
+from xgram_dist.tables.table_shards import TableShards
+from xgram_dist.tables.touched_shard import TouchedShard
 
 MOMENT_SUFFIXES = (".first_moment", ".second_moment")
 
@@ -119,7 +121,7 @@ def backbone_state(engine: Engine, mesh: Mesh) -> Tensors:
 def table_state(shards: TableShards, mesh: Mesh, *, changed_rows: bool = False) -> CheckpointState:
     """Rows, gates and optimizer state of all tables. Columns are sharded over the tensor axis; all else is replicated
     over it. `changed_rows`: as in `training_state`."""
-    sharding, rank, num_rows = shards.sharding, mesh.data.rank, shards.num_rows
+    sharding, rank, num_rows = shards.sharding, mesh.rows.rank, shards.num_rows
     tensors: Tensors = {}
     row_ids: dict[str, LocalRowIds] = {}
     for shard in shards:

@@ -17,26 +17,29 @@ import socket
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.distributed import DistNetworkError, DistStoreError, TCPStore  # type: ignore[attr-defined]
+from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Store  # type: ignore[attr-defined]
 
 import xgram_dist
 from xgram_dist.cluster.interfaces import Interface, gloo_interface, unreachable_sentence
+from xgram_dist.cluster.slurm.bad_nodes import LOST, SLOW, note_node
 from xgram_dist.cluster.slurm.commands import NODES
 from xgram_dist.config import Config, dump_config
 from xgram_dist.data.manifest import MANIFEST
+from xgram_dist.environment import Place, read_place
 from xgram_dist.errors import UserError
-from xgram_dist.parallel.device import synchronize
+from xgram_dist.parallel.device import describe_gpu, synchronize
 from xgram_dist.parallel.mesh import init_world
 from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.parallel.rendezvous import RendezvousError, open_store
 
-CHECK_IN_SECONDS = 60.0
+CHECK_IN_SECONDS, LAST_PORT = 60.0, (1 << 16) - 1
 COMPARED = ("code", "config", "data", "routing")
 REPEATS = 3
 ROUNDS = 3
@@ -45,34 +48,47 @@ SLOW_SHARE = 0.5
 MESSAGE_BYTES = {"cuda": 256 << 20, "cpu": 4 << 20}
 
 
-def join_with_preflight(config: Config, device: torch.device, expected: float) -> ProcessGroup:
-    """As `init_world`, with the preflight around it. `expected`: GB/s of a rank that the plan counts on."""
-    nodes = check_in_from_environment(rank_facts(config))
+class MissingNodesError(RendezvousError):
+    """Ranks did not check in."""
+
+    def __init__(self, message: str, nodes: list[str]):
+        super().__init__(message)
+        self.nodes = nodes
+
+
+def join_with_preflight(config: Config, device: torch.device, expected: float, run: Path) -> ProcessGroup:
+    """As `init_world`, with the preflight around it. `expected`: GB/s of a rank that the plan counts on. Nodes that are
+    missing or slow are noted in the run folder, for the run's next start."""
+    try:
+        nodes = check_in_from_environment({**rank_facts(config), "gpu": describe_gpu(device)})
+    except MissingNodesError as error:
+        for node in error.nodes if read_place().rank == 0 else ():
+            note_node(run, node, LOST, str(error))
+        raise
     ranks = init_world(device, config.train.collective_timeout)
     links = measure_links(ranks, nodes, device)
     if links is not None and ranks.first:
         for sentence in links.sentences(expected):
             print(sentence, flush=True)
+        for node, why in links.slow_nodes().items():
+            note_node(run, node, SLOW, why)
     return ranks
 
 
 def check_in_from_environment(facts: dict[str, str]) -> list[str]:
     """The node of every rank; rank and rendezvous come from the environment of torchrun or srun."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
-    if size == 1:
+    place = read_place()
+    if place.size == 1:
         return [facts["node"]]
     nodes = [node for node in os.environ.get(NODES, "").split(",") if node]
-    port = int(os.environ["MASTER_PORT"]) + 1
-    return check_in(int(os.environ["RANK"]), size, os.environ["MASTER_ADDR"], port, nodes, facts)
+    if place.port == LAST_PORT:
+        raise UserError(f"MASTER_PORT = {LAST_PORT}: the preflight uses the port after it, and there is none")
+    # Not torchrun's store, nor the launcher's socket: the first is not at this port, the second not bound to it.
+    place = replace(place, port=place.port + 1, agent_store=False, launched=False, listen_fd=None)
+    return check_in(place, nodes, facts)
 
 
 # ---- check-in
-
-
-class MissingRanksError(UserError):
-    """Ranks that could not be reached."""
-
-    exit_code = 1  # a restart may succeed
 
 
 def rank_facts(config: Config | None) -> dict[str, str]:
@@ -93,20 +109,12 @@ def rank_facts(config: Config | None) -> dict[str, str]:
     }
 
 
-def check_in(
-    rank: int,
-    size: int,
-    address: str,
-    port: int,
-    nodes: list[str],
-    facts: dict[str, str],
-    seconds: float = CHECK_IN_SECONDS,
-) -> list[str]:
+def check_in(place: Place, nodes: list[str], facts: dict[str, str], seconds: float = CHECK_IN_SECONDS) -> list[str]:
     """The node of every rank, on every rank. `nodes`: those the ranks should be on, in rank order; empty: not known."""
+    rank, size = place.rank, place.size
     try:
-        store = TCPStore(
-            address, port, size, is_master=rank == 0, timeout=timedelta(seconds=seconds), wait_for_workers=False
-        )
+        # Ranks of another run at this port do not see the keys of this one.
+        store = PrefixStore(_hash(place.token.encode()), open_store(place, seconds, patience=0.0))
         store.set(f"rank-{rank}", json.dumps(facts))
         if rank == 0:
             store.set("verdict", json.dumps(_collect(store, size, nodes, seconds)))
@@ -114,21 +122,23 @@ def check_in(
         store.wait(["verdict"], timedelta(seconds=2 * seconds))
         verdict = json.loads(store.get("verdict"))
         _leave(store, rank, size)
-    except (DistNetworkError, DistStoreError) as error:
-        raise MissingRanksError(
-            f"preflight: rank {rank} on {facts['node']} does not reach rank 0 at {address}:{port} "
+    except (DistNetworkError, DistStoreError, RendezvousError) as error:
+        raise RendezvousError(
+            f"preflight: rank {rank} on {facts['node']} does not reach rank 0 at {place.address}:{place.port} "
             f"({str(error).splitlines()[0]}); check the network between the two nodes, and the site's interface and "
             f"node_suffix"
         ) from None
     if verdict["missing"]:
-        raise MissingRanksError(verdict["missing"])
+        raise MissingNodesError(verdict["missing"], verdict["missing_nodes"])
+    if verdict["mixed"] and rank == 0:
+        print(verdict["mixed"], flush=True)
     for problem in ("differs", "unreachable"):
         if verdict[problem]:
             raise UserError(verdict[problem])
     return list(verdict["nodes"])
 
 
-def _collect(store: TCPStore, size: int, nodes: list[str], seconds: float) -> dict[str, object]:
+def _collect(store: Store, size: int, nodes: list[str], seconds: float) -> dict[str, object]:
     """On rank 0: wait for all ranks, compare them."""
     deadline = time.monotonic() + seconds
     missing = list(range(size))
@@ -139,6 +149,8 @@ def _collect(store: TCPStore, size: int, nodes: list[str], seconds: float) -> di
     return {
         "nodes": [facts["node"] for facts in present.values()],
         "missing": missing_sentence(missing, size, nodes, seconds) if missing else "",
+        "missing_nodes": missing_nodes(missing, size, nodes),
+        "mixed": mixed_gpus_sentence(present),
         "differs": differing_sentence(present),
         "unreachable": _unreachable_sentence(present),
     }
@@ -150,13 +162,33 @@ def _unreachable_sentence(present: dict[int, dict[str, str]]) -> str:
     return sentence and f"preflight: {sentence}"
 
 
-def _leave(store: TCPStore, rank: int, size: int) -> None:
+def _leave(store: Store, rank: int, size: int) -> None:
     """Rank 0 hosts the store, so it leaves last."""
     left = store.add("left", 1)
     deadline = time.monotonic() + 10
     while rank == 0 and left < size and time.monotonic() < deadline:
         time.sleep(0.02)
         left = store.add("left", 0)
+
+
+def missing_nodes(missing: list[int], size: int, nodes: list[str]) -> list[str]:
+    """Those of which no rank reported."""
+    each = size // len(nodes) if nodes else size
+    return [node for number, node in enumerate(nodes) if set(range(number * each, (number + 1) * each)) <= {*missing}]
+
+
+def mixed_gpus_sentence(present: dict[int, dict[str, str]]) -> str:
+    """Empty if all ranks have the same GPU, or none."""
+    by_gpu: dict[str, list[str]] = {}
+    for facts in present.values():
+        by_gpu.setdefault(facts.get("gpu", ""), []).append(facts["node"])
+    if len(by_gpu) < 2:
+        return ""
+    kinds = "; ".join(f"{gpu or 'no GPU'} on {', '.join(dict.fromkeys(nodes))}" for gpu, nodes in by_gpu.items())
+    return (
+        f"preflight: the nodes have different GPUs: {kinds}. All wait for the slowest, and the smallest memory decides "
+        f"what fits; name one kind in the site file (gpu_type, or --constraint under sbatch)"
+    )
 
 
 def missing_sentence(missing: list[int], size: int, nodes: list[str], seconds: float) -> str:
@@ -224,13 +256,7 @@ class Links:
             f"preflight: all-to-all {self.all_to_all:.3g} GB/s, all-reduce {self.all_reduce:.3g} GB/s a rank "
             f"(plan: {expected:g})"
         ]
-        slow = slow_nodes(self.nodes)
-        if slow:
-            usual = statistics.median(self.nodes.values())
-            lines += [
-                f"preflight: node {node} is slow: {self.nodes[node]:.3g} GB/s at best, the others about {usual:.3g}"
-                for node in slow
-            ]
+        lines += [f"preflight: node {node} is slow: {why}" for node, why in self.slow_nodes().items()]
         worst = min(self.all_to_all, self.all_reduce)
         if worst < SLOW_SHARE * expected:
             lines.append(
@@ -238,6 +264,14 @@ class Links:
                 f"than planned; look at the site's interface, or plan with --bandwidth {worst:.3g}"
             )
         return lines
+
+    def slow_nodes(self) -> dict[str, str]:
+        """By node: its speed, and the others'."""
+        usual = statistics.median(self.nodes.values()) if self.nodes else 0.0
+        return {
+            node: f"{self.nodes[node]:.3g} GB/s at best, the others about {usual:.3g}"
+            for node in slow_nodes(self.nodes)
+        }
 
 
 def slow_nodes(best: dict[str, float]) -> list[str]:

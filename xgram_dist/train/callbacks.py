@@ -17,7 +17,7 @@ from xgram_dist.config import Config
 from xgram_dist.data.dataset import PreparedData
 from xgram_dist.data.tokenizer import load_tokenizer
 from xgram_dist.engine.base import Engine
-from xgram_dist.errors import UserError
+from xgram_dist.errors import UserError, optional_package
 from xgram_dist.eval.activations import (
     COSINE_PARTS,
     TENSOR_PARALLEL_SITES,
@@ -143,7 +143,8 @@ class Evaluation:
 
     def __init__(self, config: Config, mesh: Mesh, engine: Engine, lookup: Lookup, data: PreparedData):
         """Reads the tasks and their data, so that a mistake in them is found before training starts."""
-        from xgram_dist.eval.lm_eval_adapter import HarnessModel
+        with optional_package(f"eval.every = {config.eval.every}", "eval"):
+            from xgram_dist.eval.lm_eval_adapter import HarnessModel
         from xgram_dist.eval.scoring import EngineScorer
         from xgram_dist.eval.tasks import load_tasks
 

@@ -2,7 +2,6 @@
 
 from collections.abc import Iterable
 
-import torch
 from torch import Tensor
 
 from xgram_dist.config import Config
@@ -19,8 +18,6 @@ from xgram_dist.tables.exchange_plan import Window
 from xgram_dist.tables.working_set import Lookup
 
 FP32_BYTES = 4
-CPU_ALLOCATOR = "DefaultCPUAllocator"
-"""Torch's CPU allocator fails with a RuntimeError that names it."""
 
 
 def footprint(engine: Engine, lookup: Lookup, windows: list[Window]) -> dict[str, int]:
@@ -43,16 +40,12 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
 
-def is_out_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or CPU_ALLOCATOR in str(error)
-
-
 def explain_out_of_memory(config: Config, ranks: int, error: BaseException) -> UserError:
     """The error with the estimate for a rank and the keys that would help. Token frequencies are assumed to follow
     Zipf's law, which is close enough for memory."""
     axes = Axes.of(config, ranks)
     traffic_of = zipf_traffic(config)
-    layout = plan_layout(config, axes, Machine(), traffic_of(axes.data))
+    layout = plan_layout(config, axes, Machine(), traffic_of(axes.rows))
     allocations = sorted((one for one in layout.allocations if not one.host), key=lambda one: -one.bytes)
     needs = ", ".join(f"{one.key.replace('_', ' ')} {one.bytes / 2**30:,.2f}" for one in allocations[:8])
     changes = [advice.change for advice in advise(config, ranks, 0.0, traffic_of)[:3]]

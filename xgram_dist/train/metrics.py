@@ -1,8 +1,9 @@
-"""The records of a run: metrics.jsonl, TensorBoard, and the status line on screen.
+"""The records of a run: metrics.jsonl, TensorBoard and other loggers, and the status line on screen.
 
-metrics.jsonl holds one JSON object a line with `kind` (train, validation, memory, checkpoint, eval, diagnose, skipped,
-end), `step` and `seconds` since the process started. It is unbuffered, so a killed run loses no record. A disk that is
-full does not end a run: unwritten records are kept and written with the next one.
+metrics.jsonl holds one JSON object a line with `kind` (train, validation, memory, stragglers, checkpoint, upload, eval,
+diagnose, skipped, spike, not_finite, data_change, end), `step` and `seconds` since the process started. It is
+unbuffered, so a killed run loses no record. A disk that is full does not end a run: unwritten records are kept and
+written with the next one.
 """
 
 import json
@@ -13,18 +14,26 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from xgram_dist.config import Config
 from xgram_dist.console import format_duration
+from xgram_dist.train.loggers import COMPLETE, FAILED, STOPPED, TENSORBOARD, LoggerProcess
+from xgram_dist.train.metrics_file import FILE
 
 
 class Metrics:
     """Writes the records of a run; held by the first rank."""
 
-    def __init__(self, folder: Path):
-        from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only here
-
-        self._file = (folder / "metrics.jsonl").open("ab", buffering=0)
+    def __init__(self, folder: Path, config: Config, run_id: str):
+        self._file = (folder / FILE).open("ab", buffering=0)
         self._unwritten = b""
-        self._board: Any = SummaryWriter(str(folder / "tensorboard"))  # type: ignore[no-untyped-call]
+        self._ended = FAILED  # until the record of its end
+        self._board: Any = None
+        if TENSORBOARD in config.train.loggers:
+            from torch.utils.tensorboard import SummaryWriter  # slow to import, needed only here
+
+            self._board = SummaryWriter(str(folder / TENSORBOARD))  # type: ignore[no-untyped-call]
+        others = [name for name in config.train.loggers if name != TENSORBOARD]
+        self._loggers = [LoggerProcess(name, folder, config, run_id) for name in others]
         self._start = time.monotonic()
 
     def write(self, kind: str, step: int, **values: Any) -> None:
@@ -35,11 +44,17 @@ class Metrics:
         self._flush()
         numbers = {f"{kind}/{name}": value for name, value in clean.items() if isinstance(value, int | float)}
         self._to_board(lambda board: [board.add_scalar(name, value, step) for name, value in numbers.items()])
+        for logger in self._loggers:
+            logger.log(step, numbers)
+        if kind == "end":
+            self._ended = COMPLETE if values["complete"] else STOPPED
 
     def close(self) -> None:
         self._flush()
         self._file.close()
         self._to_board(lambda board: board.close())
+        for logger in self._loggers:
+            logger.close(self._ended)
 
     def _flush(self) -> None:
         try:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from xgram_dist.config import Config
-from xgram_dist.estimate.flops import plan_budget
+from xgram_dist.estimate.flops import num_row_gates, plan_budget
 from xgram_dist.model.methods.base import table_layout
 from xgram_dist.parallel.device import peak_flops
 from xgram_dist.tables.exchange_plan import ID_BYTES, Window
@@ -81,12 +81,13 @@ class Utilization:
         return figures if self._peak is None else figures | {"utilisation": flops / self._peak}
 
 
-def exchange_figures(config: Config, windows: list[Window], rank: int) -> dict[str, Any]:
+def exchange_figures(config: Config, windows: list[Window], rank: int, replicas: int = 1) -> dict[str, Any]:
     """What the exchange of a step moves, from its plan: vectors and bytes that leave or enter this rank, over all
-    windows.
+    windows. `rank`: of those that hold the tables once; `replicas`: of the tables.
 
     `bytes_bound` is the least any exchange could move: each distinct token with a remote row, once each way.
-    `imbalance` is the load this rank puts on its busiest owner relative to the mean owner.
+    `bytes_replicas` are those of the gradients that are summed over replicas, by a ring. `imbalance` is the load this
+    rank puts on its busiest owner relative to the mean owner.
     """
     if not any(window.slabs for window in windows):
         return {}
@@ -109,8 +110,18 @@ def exchange_figures(config: Config, windows: list[Window], rank: int) -> dict[s
         "bytes_sent": sent,
         "bytes_received": received,
         "bytes_bound": bound,
+        "bytes_replicas": _bytes_of_replicas(config, windows[0], replicas),
         "imbalance": max(load) * len(load) / max(1, sum(load)),
     }
+
+
+def _bytes_of_replicas(config: Config, window: Window, replicas: int) -> int:
+    gates = num_row_gates(config) // len(window.slabs)
+    size = 0
+    for slab, plan in zip(table_layout(config).slabs, window.slabs, strict=True):
+        if replicas > 1 and plan.part is not None:
+            size += plan.part.step_rows.numel() * (slab.width + gates) * 4
+    return 2 * size * (replicas - 1) // replicas
 
 
 class ProfilerTrace:

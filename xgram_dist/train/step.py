@@ -16,6 +16,7 @@ from torch import Tensor
 
 from xgram_dist.config import Config
 from xgram_dist.engine.base import Engine
+from xgram_dist.model.loss import IGNORE_INDEX, next_token_labels
 from xgram_dist.optim.clip import StepOutcome
 from xgram_dist.optim.schedule import learning_rate, table_rates, warmup_factor
 from xgram_dist.parallel.device import to_device
@@ -32,6 +33,10 @@ class StepResult(NamedTuple):
     applied: bool
     next_working: WorkingSet | None
     """Of the next step's first window, on its way; None: it was not asked for."""
+    host_loss: float
+    """The loss, on the host."""
+    micro_losses: list[Tensor]
+    """Of this rank's micro-batches."""
 
 
 class JointOptimizer:
@@ -46,6 +51,7 @@ class JointOptimizer:
         """By the joint norm. Where it or the loss is not finite, or a spike, the updates below change nothing."""
         squares: Any = torch.zeros((), device=loss.device)
         if self.shards is not None:
+            self.shards.sum_over_replicas()
             squares = self.mesh.world.all_reduce_sum(to_device(self.shards.gradient_square_sum(), loss.device))
         return self.engine.clip(loss, squares)
 
@@ -82,11 +88,12 @@ def train_step(
     tokens_ABT = to_device(tokens_ABT, device)
     # Filled on the device: `torch.tensor` would copy from host memory, and wait.
     warmup = torch.full((), warmup_factor(config, step), device=device, dtype=torch.float64)
+    weights_A = _weights(optimizer.engine, tokens_ABT, mesh)
     losses: list[Tensor] = []
     entropies: list[Tensor] = []
     for window in windows:
         working = working or lookup.fetch(window)
-        for loss, entropy in _compute_window(optimizer.engine, working, tokens_ABT, warmup):
+        for loss, entropy in _compute_window(optimizer.engine, working, tokens_ABT, warmup, weights_A):
             losses.append(loss)
             entropies.append(entropy)
         lookup.give_back(working)
@@ -99,11 +106,22 @@ def train_step(
         optimizer.update_tables(step, outcome)
         next_working = None if upcoming is None else _fetch_ahead(lookup, upcoming.result())
         optimizer.update_backbone(step, outcome)
-    return StepResult(means[0], means[1], outcome.norm, outcome.applied, next_working)
+    return StepResult(means[0], means[1], outcome.norm, outcome.applied, next_working, outcome.loss, losses)
+
+
+def _weights(engine: Engine, tokens_ABT: Tensor, mesh: Mesh) -> Tensor | None:
+    """Of each micro-batch in the step's mean: its share of the labels, times the number of micro-batches of all ranks.
+    None: all count the same. One all-reduce of a number."""
+    if engine.config.train.accumulation == "batches":
+        return None
+    labels = next_token_labels(tokens_ABT.flatten(0, 1), engine.model.unlabelled)
+    counts_A = (labels != IGNORE_INDEX).view(len(tokens_ABT), -1).sum(1).double()
+    total = mesh.data.all_reduce_sum(counts_A.sum())
+    return counts_A * (len(tokens_ABT) * mesh.data.size) / total.clamp_min(1)
 
 
 def _compute_window(
-    engine: Engine, working: WorkingSet, tokens_ABT: Tensor, warmup: Tensor
+    engine: Engine, working: WorkingSet, tokens_ABT: Tensor, warmup: Tensor, weights_A: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Forward and backward of the window's micro-batches: (loss, cross-entropy) of each."""
     found = []
@@ -111,6 +129,8 @@ def _compute_window(
     with engine.mesh.world.phases("compute"):
         for number, slots_BT in zip(numbers, working.slots, strict=True):
             loss, entropy = engine.loss(tokens_ABT[number], slots_BT, working.values, warmup)
+            if weights_A is not None:
+                loss, entropy = loss * weights_A[number], entropy * weights_A[number]
             found.append((loss.detach(), entropy))
             if number == numbers[-1]:
                 working.begin_return()

@@ -18,9 +18,11 @@ SECTIONS = [
     "curves",
     "throughput",
     "phases",
+    "stragglers",
     "memory",
     "exchange",
     "checkpoints",
+    "goodput",
     "restarts",
     "evaluation",
     "diagnostics",
@@ -47,6 +49,18 @@ def test_a_complete_run_has_all_sections_and_its_numbers(tmp_path: Path) -> None
         assert part in found.text, part
     for part in ("61.5", "62.5", "0.159", "1.140", "43.00 %", "One start.", "No step was skipped."):
         assert part in found.text, part
+
+
+def test_spikes_and_modules_that_were_not_finite_are_listed(tmp_path: Path) -> None:
+    place = {"micro_batch": 2, "rank": 13, "host": "n7", "device": "cuda:5", "cause": "device", "direction": "forward"}
+    found = [
+        {"kind": "spike", "step": 40, "loss": 9.5, "gradient_norm": 3.25, "documents": "spikes/step-00000040.json"},
+        {"kind": "skipped", "step": 50, "loss": None, "documents": "spikes/step-00000050.json"},
+        {"kind": "not_finite", "step": 50, "module": "blocks.3.ffn.down", **place},
+    ]
+    text = Parsed(page_of(make_run(tmp_path / "run", "vanilla", [*records("vanilla"), *found]))).text
+    for part in ("9.500", "spikes/step-00000040.json", "spikes/step-00000050.json", "blocks.3.ffn.down", "n7 cuda:5"):
+        assert part in text, part
 
 
 def test_what_the_files_do_not_hold_is_missing(tmp_path: Path) -> None:

@@ -6,7 +6,8 @@ import threading
 
 import pytest
 
-from xgram_dist.cluster.preflight import Links, MissingRanksError, check_in, code_hash, pair_rounds, slow_nodes
+from xgram_dist.cluster.preflight import Links, RendezvousError, check_in, code_hash, pair_rounds, slow_nodes
+from xgram_dist.environment import Place
 from xgram_dist.errors import UserError
 
 FACTS = {"code": "c", "config": "k", "data": "d", "routing": "r"}
@@ -21,7 +22,7 @@ def call(facts, size, nodes, seconds=20.0):
 
     def one(rank):
         try:
-            found[rank] = check_in(rank, size, "127.0.0.1", port, nodes, facts[rank], seconds)
+            found[rank] = check_in(Place(rank, size, 0, "127.0.0.1", port), nodes, facts[rank], seconds)
         except UserError as error:
             found[rank] = error
 
@@ -42,14 +43,15 @@ def test_a_missing_node_is_named_to_all_who_are_there():
     facts = {rank: {**FACTS, "node": "n1"} for rank in (0, 1, 3)}
     found = call(facts, 4, ["n1", "n2"], seconds=1.5)
     for rank in facts:
-        assert isinstance(found[rank], MissingRanksError)
+        assert isinstance(found[rank], RendezvousError)
         assert found[rank].exit_code == 1  # worth another start
+        assert found[rank].nodes == []  # a rank of n2 is there
         assert "1 of 4 ranks did not report within 1.5 s: node n2 (rank 2)" in str(found[rank])
 
 
 def test_a_rank_that_cannot_reach_the_first_says_so():
     found = call({1: {**FACTS, "node": "n2"}}, 2, ["n1", "n2"], seconds=1.5)
-    assert isinstance(found[1], MissingRanksError)
+    assert isinstance(found[1], RendezvousError)
     assert "rank 1 on n2 does not reach rank 0 at 127.0.0.1:" in str(found[1])
 
 
@@ -60,6 +62,17 @@ def test_a_node_that_differs_is_named_even_when_it_is_the_first(what):
     for error in call(facts, 3, ["n1", "n2", "n3"]).values():
         assert error.exit_code == 2
         assert f"rank 0 on node n1 has another {what} (other) than most ({FACTS[what]})" in str(error)
+
+
+def test_different_gpus_are_named_and_the_run_starts(capsys):
+    gpus = ["A100 of 40 GiB", "H100 of 80 GiB", "H100 of 80 GiB"]
+    found = call({rank: {**FACTS, "node": f"n{rank + 1}", "gpu": gpus[rank]} for rank in range(3)}, 3, [])
+    assert found[0] == ["n1", "n2", "n3"]
+    assert (
+        "have different GPUs: A100 of 40 GiB on n1; H100 of 80 GiB on n2, n3. All wait for" in capsys.readouterr().out
+    )
+    call({rank: {**FACTS, "node": f"n{rank + 1}", "gpu": gpus[1]} for rank in range(2)}, 2, [])
+    assert "different GPUs" not in capsys.readouterr().out
 
 
 def test_an_interface_of_gloo_that_other_nodes_do_not_reach_is_refused():

@@ -10,9 +10,12 @@ from pathlib import Path
 import pytest
 
 from xgram_dist.cluster.slurm import job as job_module
+from xgram_dist.cluster.slurm import ranks as ranks_module
+from xgram_dist.cluster.slurm import time_limit
 from xgram_dist.cluster.slurm.attempts import CRASHED, CUT_OFF, STOPPED, AttemptLog, read_attempts
 from xgram_dist.cluster.slurm.commands import job_facts, rank_environment
-from xgram_dist.cluster.slurm.job import Job, parse_arguments, torchrun_command, usable_nodes
+from xgram_dist.cluster.slurm.job import Job, choose_nodes, parse_arguments
+from xgram_dist.cluster.slurm.ranks import torchrun_command
 from xgram_dist.errors import UserError
 
 
@@ -103,6 +106,34 @@ def test_a_crash_names_the_first_rank_and_its_last_words(slurm):
     assert calls(slurm, "scontrol requeue") == ["scontrol requeue 7"]
     assert last(slurm).outcome == CRASHED
     assert last(slurm).reason == "rank 3 on n2 ended with exit code 1 (ValueError: no); requeued"
+
+
+CRASHES_ONCE = """case "$*" in *" true") exit 0;; esac
+    if [ -e $0.crashed ]; then exit 0; fi
+    touch $0.crashed; echo "srun: error: n2: task 3: Killed" >&2; exit 137"""
+
+
+def test_after_a_crash_the_ranks_are_started_again_on_nodes_that_answer(slurm):
+    assert run_job(slurm, CRASHES_ONCE) == 0
+    assert not calls(slurm, "scontrol requeue")
+    probe = calls(slurm, "srun")[1]
+    assert probe == "srun --nodes=2 --ntasks=2 --nodelist n1,n2 true"
+    first, second = read_attempts(slurm / "run")
+    assert (first.outcome, second.outcome) == (CRASHED, "complete")
+    assert first.reason == "rank 3 on n2 ended: Killed; the ranks are started again on the same nodes"
+    assert (first.restart, first.again, second.restart, second.again) == (0, 0, 0, 1)
+
+
+@pytest.mark.parametrize("how", ["restarted elsewhere", "cancelled", "a second time"])
+def test_ranks_are_not_started_again_where_the_job_is_not_to_go_on(slurm, how):
+    if how == "restarted elsewhere":
+        (slurm / "facts").write_text("JobId=7 JobState=RUNNING Reason=None Restarts=1\n")
+    before = f"touch {slurm}/run/slurm/cancelled\n" if how == "cancelled" else ""
+    always = CRASHES_ONCE.replace("-e $0.crashed", "-e $0.never") if how == "a second time" else CRASHES_ONCE
+    run_job(slurm, before + always)
+    steps = [one for one in calls(slurm, "srun") if not one.endswith(" true")]
+    assert len(steps) == (2 if how == "a second time" else 1)
+    assert len(calls(slurm, "scontrol requeue")) == (1 if how == "a second time" else 0)
 
 
 def test_a_killed_rank_has_no_last_words(slurm):
@@ -215,10 +246,10 @@ def test_a_damaged_count_is_no_obstacle(slurm):
 
 
 def test_of_more_nodes_than_the_batch_divides_over_the_most_usable_are_taken():
-    assert usable_nodes(3, [1, 2, 4]) == 2
-    assert usable_nodes(3, []) == 3
+    assert choose_nodes(["a", "b", "c"], [1, 2, 4], set()) == ["a", "b"]
+    assert choose_nodes(["a", "b", "c"], [], set()) == ["a", "b", "c"]
     with pytest.raises(UserError, match="gave 1 node"):
-        usable_nodes(1, [2, 4])
+        choose_nodes(["a"], [2, 4], set())
 
 
 def test_torchrun_stands_between_the_interpreter_and_the_command():
@@ -258,3 +289,111 @@ def test_the_first_process_of_a_job_needs_the_standard_library_alone():
     code = f"import sys; sys.path.insert(0, {str(root)!r}); import xgram_dist.cluster.slurm.job"
     done = subprocess.run([sys.executable, "-S", "-c", code], capture_output=True, text=True)  # -S: no site-packages
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("facts", "again"),
+    [
+        ("JobState=COMPLETING Reason=None PreemptTime=None", 0),  # scancel
+        ("JobState=COMPLETING Reason=TimeLimit PreemptTime=None", 1),
+        ("JobState=COMPLETING Reason=None PreemptTime=2026-01-01T00:00:00", 1),
+        ("JobState=COMPLETING Reason=None PreemptTime=None DUE TO PREEMPTION", 1),  # as its steps say
+    ],
+)
+def test_a_job_that_a_person_ends_stays_ended(slurm, facts, again):
+    (slurm / "facts").write_text(f"JobId=7 {facts} Restarts=0\n")
+    said = f"slurmstepd-n5: error: *** STEP 2.0 ON n5 CANCELLED AT 2026-11-19T05:12:40 {facts[-17:]} ***"
+    run_job(slurm, f"echo '{said}' >&2; exit 130")
+    assert len(calls(slurm, "scontrol requeue")) == again
+
+
+def test_a_task_of_an_array_is_requeued_alone(slurm, monkeypatch):
+    """To Slurm the number of an array's last task means all its tasks."""
+    monkeypatch.setenv("SLURM_ARRAY_JOB_ID", "7")
+    monkeypatch.setenv("SLURM_ARRAY_TASK_ID", "2")
+    run_job(slurm, "exit 130")
+    assert calls(slurm, "scontrol requeue") == ["scontrol requeue 7_2"]
+
+
+@pytest.fixture
+def not_requeued(slurm):
+    """A site that requeues no job; its script, which `submit` has written."""
+    (slurm / "facts").write_text("JobId=7 JobState=RUNNING Reason=None Restarts=0 Requeue=0 Partition=main\n")
+    (slurm / "run" / "slurm").mkdir(parents=True)
+    (slurm / "run" / "slurm" / "jobs.json").write_text('{"train": "7", "eval": "8"}')
+    sbatch = slurm / "bin" / "sbatch"
+    sbatch.write_text(f'#!/bin/bash\necho "sbatch $* ${{SLURM_JOB_ID:-}}" >>{slurm}/calls; echo 9\n')
+    sbatch.chmod(0o755)
+    return ["--script", "/script", "--restarts", "1"]
+
+
+def test_where_no_job_is_requeued_its_successor_waits_from_the_start_on(slurm, not_requeued, monkeypatch):
+    assert run_job(slurm, "exit 130", *not_requeued) == 1
+    assert calls(slurm, "sbatch") == ["sbatch --parsable --dependency=afternotok:7 --kill-on-invalid-dep=yes /script "]
+    assert calls(slurm, "scontrol update") == ["scontrol update JobId=8 Dependency=afterok:7?afterok:9"]
+    assert not calls(slurm, "scontrol requeue")
+    assert not calls(slurm, "scancel")
+    assert last(slurm).reason == "asked to stop; job 9 carries the run on"
+    assert json.loads((slurm / "run" / "slurm" / "jobs.json").read_text()) == {"train": "7", "next": "9", "eval": "8"}
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    (slurm / "facts").write_text("JobId=9 JobState=RUNNING Reason=None Restarts=0 Requeue=0\n")
+    assert run_job(slurm, "echo $XGRAM_DIST_JOB >&2; exit 9", *not_requeued) == 1
+    assert last(slurm).job == "9"
+    monkeypatch.setenv("SLURM_JOB_ID", "10")
+    attempts = AttemptLog(slurm / "run", "9")
+    attempts.begin(0, ["n1"], 0)
+    attempts.succeeded_by("10")
+    assert run_job(slurm, "exit 9", *not_requeued) == 1  # the limit counts over all jobs of the run
+    assert "starts in a row left no new checkpoint" in last(slurm).reason
+    assert AttemptLog(slurm / "run", "10").jobs == ["7", "9", "10"]
+
+
+def test_a_successor_is_dropped_with_a_complete_run_and_does_nothing_after_a_cancelled_one(
+    slurm, not_requeued, monkeypatch
+):
+    assert run_job(slurm, "exit 0", *not_requeued) == 0
+    assert calls(slurm, "scancel") == ["scancel --quiet 9"]
+    monkeypatch.setenv("SLURM_JOB_ID", "9")
+    (slurm / "facts").write_text("JobId=7 JobState=CANCELLED Reason=None Restarts=0\n")
+    assert run_job(slurm, "exit 0", *not_requeued) == 130
+    assert last(slurm).reason == "job 7, which this one was to carry on, was cancelled"
+    assert len(calls(slurm, "sbatch")) == 1
+
+
+def test_a_job_that_slurm_refuses_to_requeue_is_carried_on_by_its_successor(slurm, not_requeued):
+    (slurm / "facts").write_text("JobId=7 JobState=RUNNING Reason=None Restarts=0 Requeue=1\n")
+    scontrol = (slurm / "bin" / "scontrol").read_text()
+    (slurm / "bin" / "scontrol").write_text(scontrol.replace("case $2 in", '[ "$1" = requeue ] && exit 1; case $2 in'))
+    assert run_job(slurm, "exit 130", *not_requeued) == 1
+    assert last(slurm).reason.endswith("it could not be requeued: scontrol: exit code 1; job 9 carries the run on")
+
+
+def test_a_node_that_failed_twice_is_taken_from_the_job_while_it_waits(slurm, not_requeued):
+    (slurm / "facts").write_text("JobId=7 JobState=RUNNING Reason=None Restarts=0 Requeue=1\n")
+    fails = """case "$*" in *" true") exit 0;; esac; echo "srun: error: n2: task 3: Killed" >&2; exit 137"""
+    run_job(slurm, fails, *not_requeued, "--restarts", "3", "--exclude", "n[5-6]")
+    assert calls(slurm, "scontrol requeue") == ["scontrol requeue 7"]
+    assert calls(slurm, "scontrol update") == ["scontrol update JobId=7 ExcNodeList=n[5-6],n2"]
+    assert calls(slurm, "sbatch")[-1].startswith("sbatch --test-only --exclude=n[5-6],n2 /script")
+
+
+def test_a_time_limit_that_cannot_be_read_is_the_sites(slurm, capsys):
+    assert run_job(slurm, "exit 0", "--time", "10:00") == 0
+    assert "the time limit of job 7 cannot be read; taken as 10:00, as the site asks for" in capsys.readouterr().out
+    assert run_job(slurm, "exit 0") == 0
+    assert "the time limit of job 7 cannot be read; the run waits for its signal" in capsys.readouterr().out
+
+
+def test_near_its_limit_a_job_asks_by_a_file_and_signals_ranks_that_do_not_answer(slurm, monkeypatch):
+    monkeypatch.setattr(time_limit, "TICK_SECONDS", 0.05)
+    monkeypatch.setattr(ranks_module, "ANSWER_SECONDS", 0.2)
+    (slurm / "facts").write_text(
+        "JobId=7 JobState=RUNNING Reason=None Restarts=0 RunTime=00:09:52 TimeLimit=00:10:00\n"
+    )
+    wait = 'trap "exit 130" USR1; for i in $(seq 200); do [ "$(cat $XGRAM_DIST_STOP_FILE)" = stop ] && {}; '
+    wait += "/bin/sleep 0.05; done"
+    answers = wait.format('{ echo stopping >$XGRAM_DIST_STOP_FILE; trap "exit 1" USR1; /bin/sleep 0.5; exit 130; }')
+    for ranks in (answers, wait.format("true")):
+        run_job(slurm, ranks, "--save-seconds", "8")
+        assert last(slurm).outcome == STOPPED
+        assert last(slurm).signalled is not None

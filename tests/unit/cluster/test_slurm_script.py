@@ -1,5 +1,6 @@
 """The script: what a person typed stays a value, whatever it looks like."""
 
+import dataclasses
 import json
 import subprocess
 import sys
@@ -7,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from xgram_dist.cluster.slurm.job import parse_arguments
 from xgram_dist.cluster.slurm.script import Script, eval_script, train_script
 from xgram_dist.cluster.slurm.site import Site
 from xgram_dist.errors import UserError
@@ -76,10 +78,24 @@ def test_the_evaluation_is_of_the_run(tmp_path):
     assert words == ["-m", "xgram_dist", "eval", *expected]
 
 
+def test_what_a_job_needs_to_carry_on_by_itself_is_in_its_script(tmp_path):
+    one = script(tmp_path, "a b/0", "a b/1", sbatch=("--exclude=n[1-2]", "-x n3"), time="2:00:00")
+    text = train_script(dataclasses.replace(one, at_once=1))
+    assert "#SBATCH --array=0-1%1\n" in text
+    words, _, _ = executed(text, tmp_path, SLURM_ARRAY_TASK_ID="1")
+    job = parse_arguments(words[2:])
+    assert (job.script, job.exclude, job.time) == (f"{tmp_path}/a b/0/slurm/job.sbatch", "n[1-2],n3", "2:00:00")
+
+
 @pytest.mark.parametrize("folder", ["two\nlines", "a\x1bb", "half%j", "back\\slash"])
 def test_a_folder_no_script_can_hold_is_refused(tmp_path, folder):
     with pytest.raises(UserError, match=r"control character|backslash"):
         train_script(script(tmp_path, folder))
+
+
+def test_a_folder_that_would_split_pythonpath_is_refused(tmp_path):
+    with pytest.raises(UserError, match="PYTHONPATH cannot hold a colon; choose another with --folder"):
+        train_script(script(tmp_path, "run:/tmp/code"))
 
 
 def test_the_site_is_in_the_options(tmp_path):

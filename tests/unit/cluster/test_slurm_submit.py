@@ -1,5 +1,9 @@
 """`submit` refuses before the queue what would fail after it; nothing is written then."""
 
+import subprocess
+import sys
+import time
+
 import pytest
 import yaml
 from train_helpers import small_tree
@@ -40,6 +44,8 @@ def submit(*words):
         (["--nodes", "two"], "--nodes two is not"),
         (["--array", "train.seed=1"], "--array train.seed=1 is not KEY=V1,V2"),
         (["--array", "train.seed=1,2", "--follow"], "--follow prints one log"),
+        (["--at-once", "2"], "--at-once 2 is of the tasks of an array"),
+        (["--array", "train.seed=1,2", "--at-once", "0"], "--at-once 0 is of the tasks of an array, and at least 1"),
         (["--folder", "a%b"], "contains a '%'"),
         (["other.yaml"], "cannot read recipe 'other.yaml'"),
         (["model.width=30720", "model.ffn_width=81920", "model.layers=80"], "GiB of a GPU on 1 node(s)"),
@@ -105,3 +111,26 @@ def test_a_range_of_nodes():
     assert parse_nodes("2-4") == (2, 4)
     with pytest.raises(UserError):
         parse_nodes("1-2-3")
+
+
+def test_of_two_submits_at_once_one_wins_and_the_other_says_so(here, data, monkeypatch, capsys):
+    """`sbatch` takes its time; meanwhile the same command is given again."""
+    (here / "bin").mkdir()
+    sbatch = here / "bin" / "sbatch"
+    sbatch.write_text(f"#!/bin/sh\ntouch {here}/begun\nwhile [ ! -e {here}/go ]; do sleep 0.05; done\necho 7\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{here}/bin:/usr/bin:/bin")
+    words = ["submit", recipe(here, data), "--site", "site.yaml", "--no-preflight"]
+    first = subprocess.Popen(
+        [sys.executable, "-m", "xgram_dist", *words], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    end = time.monotonic() + 60
+    while not (here / "begun").exists():
+        assert time.monotonic() < end
+        time.sleep(0.05)
+    assert main(words) == 2
+    assert "another `xgram-dist submit` of " in capsys.readouterr().err
+    (here / "go").touch()
+    said, _ = first.communicate(timeout=60)
+    assert first.returncode == 0, said
+    assert "job 7: " in said

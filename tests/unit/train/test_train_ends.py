@@ -20,6 +20,8 @@ from xgram_dist.errors import UserError
 from xgram_dist.parallel import mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.train import trainer
+from xgram_dist.train.checkpointing import TrainState
+from xgram_dist.train.starts import StartClock, StartRecord
 from xgram_dist.train.trainer import Trainer
 
 
@@ -39,7 +41,7 @@ def train_on_a_rank(words: list[str], error: BaseException, log: Path) -> int:
         try:
             sys.stderr = log.open("w", encoding="utf-8", buffering=4096)
             mesh.init_world = lambda *_: WaitingRanks(0, 2)  # type: ignore[assignment]
-            trainer.Trainer = lambda *_: SimpleNamespace(run=fail)  # type: ignore[assignment, misc]
+            trainer.Trainer = lambda *_, **__: SimpleNamespace(run=fail)  # type: ignore[assignment, misc]
             main(words)
         finally:
             os._exit(99)
@@ -93,8 +95,9 @@ def test_a_failed_rank_does_not_wait_for_its_threads(size: int) -> None:
     failing: Any = object.__new__(Trainer)
     failing.config, failing.start = SimpleNamespace(train=SimpleNamespace(steps=1)), 0
     failing.loader, failing.ranks, failing._train = nullcontext(), ProcessGroup(0, size), fail
-    failing.next_working = None
-    failing.metrics, failing.callbacks = closes("metrics"), [closes("callback")]
+    failing.next_working, failing.state = None, TrainState()
+    failing.start_record = StartRecord(None, StartClock(), ["a"], 0)
+    failing.metrics, failing.due_work, failing.resumed = closes("metrics"), closes("callback"), False
     for name in ("batches", "checkpoints", "lookup", "engine"):
         setattr(failing, name, closes(name))
     with pytest.raises(RuntimeError, match="a kernel failed"):

@@ -86,9 +86,9 @@ def expected_backbone() -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def test_the_folder_holds_the_five_things_it_should(finished: Path) -> None:
+def test_the_folder_holds_what_it_should_and_nothing_else(finished: Path) -> None:
     names = {path.name for path in finished.iterdir()}
-    assert names == {"config.yaml", "metrics.jsonl", "tensorboard", "routing.npz", "checkpoints"}
+    assert names == {"config.yaml", "metrics.jsonl", "run_id", "starts", "tensorboard", "routing.npz", "checkpoints"}
     assert len(list((finished / "tensorboard").glob("events.out.tfevents.*"))) == 1
 
 
@@ -146,6 +146,7 @@ def test_the_metrics_are_json_lines_with_the_expected_keys(finished: Path) -> No
             "bytes_sent",
             "bytes_received",
             "bytes_bound",
+            "bytes_replicas",
             "imbalance",
             *(f"seconds_{phase}" for phase in PHASES),
         },

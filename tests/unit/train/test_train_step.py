@@ -92,7 +92,7 @@ def test_the_update_is_clipped_by_the_joint_norm_of_backbone_and_tables(
     joint = math.sqrt(sum(squares.values()))
     backbone = math.sqrt(sum(square for name, square in squares.items() if not name.startswith("layers.")))
     assert joint > 1.002 * backbone  # or the test could not tell the two apart
-    norm, _, counted = apply_step(trainer.optimizer, 1, torch.zeros(()))
+    norm, _, counted, _ = apply_step(trainer.optimizer, 1, torch.zeros(()))
     assert counted
     assert float(norm) == pytest.approx(joint, rel=1e-5)
     factor = min(1.0, limit / joint) if limit else 1.0
@@ -174,7 +174,7 @@ def test_a_skipped_step_leaves_the_optimizer_as_it_was(
     poison(monkeypatch, {1}, "rows", math.nan)
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
-    norm, _, counted = apply_step(trainer.optimizer, 1, torch.zeros(()))
+    norm, _, counted, _ = apply_step(trainer.optimizer, 1, torch.zeros(()))
     assert math.isnan(float(norm))
     assert not counted
     assert trainer.engine.step_count == 0
@@ -188,7 +188,7 @@ def test_a_loss_that_is_not_finite_is_skipped_even_when_every_gradient_is(data: 
     trainer = ready(small_config(data), tmp_path / "run")
     backward(trainer)
     before = weights_of(trainer)
-    norm, _, counted = apply_step(trainer.optimizer, 1, torch.tensor(math.inf))
+    norm, _, counted, _ = apply_step(trainer.optimizer, 1, torch.tensor(math.inf))
     assert math.isfinite(float(norm))
     assert not counted
     after = weights_of(trainer)

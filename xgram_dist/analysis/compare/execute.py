@@ -18,11 +18,13 @@ from typing import Any
 from xgram_dist.analysis.compare.runs import Comparison, ComparisonState, PlannedRun
 from xgram_dist.analysis.diagnose.figures import FILE, FOLDER
 from xgram_dist.checkpoint.folder import list_steps, name_of
-from xgram_dist.cluster.slurm import run_record as record
-from xgram_dist.cluster.slurm.commands import ENDED, job_state
+from xgram_dist.cluster.slurm.commands import ENDED
 from xgram_dist.cluster.slurm.site import Site
 from xgram_dist.cluster.slurm.submit import Request, plan_submission, submit
+from xgram_dist.cluster.slurm.successor import FOLDER as SLURM
+from xgram_dist.cluster.slurm.successor import JOBS, current_job
 from xgram_dist.console import Progress
+from xgram_dist.environment import PARENT
 
 STOPPED = 130
 _STEP = re.compile(r"^step +(\d+)/\d+ ")
@@ -129,7 +131,9 @@ class Processes:
 
     def __init__(self, threads: int | None):
         """`threads`: of each process; None: as many as it would take."""
-        self._environment = os.environ | ({} if threads is None else {"OMP_NUM_THREADS": str(threads)})
+        self._environment = os.environ | {PARENT: str(os.getpid())}  # they end with this process
+        if threads is not None:
+            self._environment["OMP_NUM_THREADS"] = str(threads)
         self._running: set[subprocess.Popen[str]] = set()
         self._previous: dict[int, Any] = {}
         self.stopped = threading.Event()
@@ -239,9 +243,9 @@ def submit_all(
         if run in new:
             continue
         folder = state.folder(run).absolute()
-        if (folder / record.FOLDER / record.JOBS).exists():
-            job = record.read_jobs(folder)["train"]
-            current = job_state(job)
+        if (folder / SLURM / JOBS).exists():
+            job, facts = current_job(folder)
+            current = None if facts is None else facts["JobState"]
             if current is not None and current not in ENDED:
                 jobs.append(_job_entry(run, folder, job, current))
                 continue

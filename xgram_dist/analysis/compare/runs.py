@@ -19,9 +19,10 @@ from typing import Any
 
 from xgram_dist.analysis.report.runs import Run, read_run
 from xgram_dist.config import Config, dump_config, load_config
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError
 from xgram_dist.files import write_atomically
 from xgram_dist.model.methods.base import load_recipe, method_of
+from xgram_dist.untrusted import read_json
 
 VALIDATIONS = 20
 """During a run. They set the resolution of the tokens needed to reach a loss."""
@@ -119,6 +120,13 @@ def plan_run(
 FILE = "compare.json"
 
 
+def _is_inside(folder: object) -> bool:
+    """Whether it is the path of a folder below the comparison's."""
+    if not isinstance(folder, str) or not 0 < len(folder) <= 255 or not folder.isprintable():
+        return False
+    return not Path(folder).is_absolute() and ".." not in Path(folder).parts
+
+
 class ComparisonState:
     """Progress of a comparison: OUT/compare.json and the run folders."""
 
@@ -128,9 +136,11 @@ class ComparisonState:
         file = out / FILE
         if file.exists():
             try:
-                tree = json.loads(file.read_text(encoding="utf-8"))
+                tree = read_json(file)
                 self._tree = {key: dict(tree[key]) for key in self._tree}
-            except (OSError, ValueError, KeyError, TypeError):
+                if not all(map(_is_inside, self._tree["folders"].values())):
+                    raise ValueError
+            except (OSError, BadFileError, ValueError, KeyError, TypeError):
                 raise UserError(f"'{file}' is not the state of a comparison; choose another --out") from None
 
     def folder(self, run: PlannedRun) -> Path:

@@ -8,16 +8,103 @@ import json
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
+
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
 
 from xgram_dist.checkpoint.folder import FOLDER as CHECKPOINTS
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError, optional_package
+from xgram_dist.untrusted import read_json
 
 FOLDER, FILE = "diagnose", "figures.json"
 
 Tree = dict[str, Any]
 
 # ---- the file
+
+_Number = Annotated[float, Field(strict=True, ge=-1e100, le=1e100)]
+_Share = Annotated[float, Field(strict=True, ge=0, le=1e100)]
+_Count = Annotated[int, Field(strict=True, ge=0, le=10**18)]
+_PerLayer = Annotated[list[_Number | None], Field(min_length=1)]
+
+
+class _NotApplicable(TypedDict):
+    not_applicable: str
+
+
+_Band = TypedDict("_Band", {"from": _Share, "to": _Share, "magnitude": _Number})
+
+
+class _Activation(TypedDict):
+    bands: list[_Band]
+    correlation: _Number | None
+
+
+class _Layers(TypedDict):
+    attention: _PerLayer
+    ffn: _PerLayer
+    hidden: _PerLayer
+    first_state: _PerLayer
+
+
+class _Mean(TypedDict):
+    mean: _Number
+
+
+_Site = Annotated[str, Field(pattern=r"^layers\.([0-9]{1,6}|all)\.\w+$")]
+
+
+class _Stage(TypedDict):
+    mean: _Number
+    sites: dict[_Site, _Mean]
+
+
+class _Views(TypedDict):
+    retrieved: _Stage
+    extracted: NotRequired[_Stage]
+
+
+_Hottest = TypedDict("_Hottest", {"0.001": _Number, "0.01": _Number, "0.1": _Number})
+
+
+class _RowHits(TypedDict):
+    hottest: _Hottest
+
+
+class _Updates(TypedDict):
+    more_than: dict[Annotated[str, Field(pattern="^[0-9]{1,18}$")], _Number]
+
+
+class _Spread(TypedDict):
+    p25: _Number
+    p50: _Number
+    p75: _Number
+
+
+class _Movement(TypedDict):
+    tables: dict[str, _Spread]
+    cv: _Number | None
+    gap: _Number | None
+
+
+class _Figures(TypedDict):
+    layers: _Layers
+    activation: NotRequired[_NotApplicable | _Activation]
+    views: NotRequired[_NotApplicable | _Views]
+    row_hits: NotRequired[_NotApplicable | _RowHits]
+    updates: NotRequired[_NotApplicable | _Updates]
+    movement: NotRequired[_NotApplicable | _Movement]
+
+
+class _File(TypedDict):
+    """What summaries, pages and pictures read."""
+
+    run: str
+    method: str
+    step: _Count
+    positions: _Count
+    figures: _Figures
 
 
 def default_folder(checkpoint: Path) -> Path:
@@ -45,14 +132,12 @@ def read_figures(path: Path) -> dict[str, Any]:
         path = newest
     path = path / FILE if path.is_dir() else path
     try:
-        tree = json.loads(path.read_text(encoding="utf-8"))
-        complete = {"run", "method", "step", "positions"} <= tree.keys() and isinstance(tree["figures"]["layers"], dict)
+        tree = read_json(path, follow=True)
+        TypeAdapter(_File).validate_python(tree)
     except OSError as error:
         raise UserError(f"cannot read '{path}': {error.strerror}; give a file of `xgram-dist diagnose`") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
-        complete = False
-    if not complete:
-        raise UserError(f"'{path}' is not a file of `xgram-dist diagnose`")
+    except (BadFileError, ValidationError):
+        raise BadFileError(f"'{path}' is not a file of `xgram-dist diagnose`") from None
     return dict(tree)
 
 
@@ -141,7 +226,8 @@ def _first_and_last_band(activation: dict[str, Any]) -> list[float | None]:
 
 def draw_figures(trees: list[Tree], folder: Path) -> list[Path]:
     """Draw one or several checkpoints; the files that were written. A figure that applies to none has no file."""
-    import matplotlib
+    with optional_package("a picture of diagnostics", "plots"):
+        import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt

@@ -53,9 +53,11 @@ from xgram_dist.parallel.mesh import Mesh, single_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.exchange import shards_of
 from xgram_dist.tables.frequencies import load_frequencies
+from xgram_dist.tables.initial_rows import InitialValues
 from xgram_dist.tables.layout import Slab
 from xgram_dist.tables.optimizers.build import FROZEN
-from xgram_dist.tables.shard import InitialValues, TableShards, TouchedShard
+from xgram_dist.tables.table_shards import TableShards
+from xgram_dist.tables.touched_shard import TouchedShard
 from xgram_dist.tables.working_set import Lookup, WorkingSet
 
 CHUNK_ELEMENTS = 1 << 22

@@ -31,6 +31,9 @@ from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cluster.slurm.attempts import read_attempts
 from xgram_dist.config import dump_config
 from xgram_dist.errors import UserError
+from xgram_dist.train.metrics_file import number
+from xgram_dist.train.starts import KINDS, PARTS, goodput
+from xgram_dist.train.stragglers import STRAGGLER_HEADER, straggler_rows
 
 
 def run_page(runs: list[Run]) -> str:
@@ -55,9 +58,11 @@ def sections(run: Run) -> list[Section]:
         Section("curves", "Curves", tag("div", [*_losses([run], [run.config.name]), *_others(run)], class_="charts")),
         Section("throughput", "Throughput", _throughput(run)),
         Section("phases", "Phases of a step", _phases(run)),
+        Section("stragglers", "Stragglers", _stragglers(run)),
         Section("memory", "Memory", _memory(run)),
         Section("exchange", "Exchange of table vectors", _exchange(run)),
         Section("checkpoints", "Checkpoints", _checkpoints(run)),
+        Section("goodput", "Goodput", _goodput(run)),
         Section("restarts", "Restarts and skipped steps", _restarts(run)),
         Section("evaluation", "Evaluation", _evaluation(run)),
         Section(
@@ -173,9 +178,9 @@ def _memory(run: Run) -> list[Child]:
     parts = [part for part in figures.MEMORY_PARTS if any(f"bytes_{part}" in record for record in records)]
     rows: list[list[Child]] = [
         [
-            record.get("rank", 0),
-            *(format_or_missing(record.get(f"bytes_{part}"), size) for part in parts),
-            format_or_missing(record.get("bytes_peak"), size),
+            number(record, "rank") or 0,
+            *(format_or_missing(number(record, f"bytes_{part}"), size) for part in parts),
+            format_or_missing(number(record, "bytes_peak"), size),
         ]
         for record in records
     ]
@@ -210,9 +215,9 @@ def _checkpoints(run: Run) -> list[Child]:
         [
             f"{record['step']:,}",
             "yes" if record.get("written") else "failed",
-            format_or_missing(record.get("bytes"), size),
-            format_or_missing(record.get("seconds_saving"), seconds),
-            format_or_missing(record.get("seconds_blocked"), seconds),
+            format_or_missing(number(record, "bytes"), size),
+            format_or_missing(number(record, "seconds_saving"), seconds),
+            format_or_missing(number(record, "seconds_blocked"), seconds),
             "yes" if record["step"] in present else "no longer",
         ]
         for record in records
@@ -221,6 +226,53 @@ def _checkpoints(run: Run) -> list[Child]:
     rows += [[f"{step:,}", "yes", *[MISSING] * 3, "yes"] for step in sorted(present - recorded)]
     return [
         table(["step", "written", "bytes of a rank", "writing", "training waited", "in the folder"], rows, left=(1,))
+    ]
+
+
+def _stragglers(run: Run) -> list[Child]:
+    """The last report, and the straggler of each over the run."""
+    records = run.records_of("stragglers")
+    if not records:
+        return [note("No straggler report: the run has one rank, or was made before there was one.")]
+    rows: list[list[Child]] = [[*row] for row in straggler_rows(records[-1])]
+    series = [
+        Series(f"slowest rank {kind}", [(one["step"], 1000 * one["straggler"][key]) for one in records], colour)
+        for colour, (kind, key) in enumerate((("", "seconds"), ("(median of the ranks)", "median")))
+    ]
+    return [
+        note(
+            f"At step {records[-1]['step']:,}. Own work is reading data and computing; the slowest rank keeps the rest."
+        ),
+        table([*STRAGGLER_HEADER], rows, left=(0, 2, 5)),
+        tag("div", chart("Own work of a rank", "step", "ms a step", series, from_zero=True), class_="charts"),
+    ]
+
+
+def _goodput(run: Run) -> list[Child]:
+    spent = goodput(run.folder)
+    if spent is None:
+        return [note("No record of the run's starts.")]
+    rows: list[list[Child]] = [
+        [kind, bar(spent[kind] / (spent["total"] or 1)), seconds(spent[kind]), percent(spent[kind] / spent["total"])]
+        for kind in KINDS
+        if spent["total"]
+    ]
+    starts: list[list[Child]] = [
+        [
+            time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(one["begun"])),
+            f"{one['after_step']:,}",
+            f"{one['step']:,}",
+            ", ".join(one["nodes"]),
+            one["ended"] or "",
+            *(format_or_missing(one["parts"].get(part), seconds) for part in ("queue", *PARTS)),
+        ]
+        for one in spent["starts"]
+    ]
+    header: list[Child] = ["started", "after step", "to step", "nodes", "end", "queue", *PARTS.values()]
+    return [
+        note(f"Goodput {percent(spent['goodput'] or 0.0)}: time of training that was kept, of the time of all starts."),
+        table(["", "", "time", "share"], rows, left=(0, 1)),
+        table(header, starts, left=(0, 3, 4), caption="Time to the first step of each start, by part."),
     ]
 
 
@@ -252,7 +304,41 @@ def _restarts(run: Run) -> list[Child]:
         parts.append(note(f"Skipped because the loss or gradient was not finite: step {steps}{more}."))
     else:
         parts.append(note("No step was skipped."))
-    return parts
+    return [*parts, *_not_finite(run), *_spikes(run)]
+
+
+def _not_finite(run: Run) -> list[Child]:
+    """Findings of train.check_finite = layers."""
+    rows: list[list[Child]] = [
+        [
+            f"{one['step']:,}",
+            one.get("module"),
+            one.get("direction"),
+            one.get("micro_batch"),
+            one.get("rank"),
+            f"{one.get('host')} {one.get('device')}",
+            one.get("cause"),
+        ]
+        for one in run.records_of("not_finite")
+    ]
+    header: list[Child] = ["step", "first module not finite", "pass", "micro-batch", "rank", "device", "cause"]
+    return [table(header, rows, left=(1, 2, 5, 6))] if rows else []
+
+
+def _spikes(run: Run) -> list[Child]:
+    """Steps whose documents were recorded; the newest 20."""
+    records = [one for one in (*run.records_of("skipped"), *run.records_of("spike")) if one.get("documents")]
+    rows: list[list[Child]] = [
+        [
+            f"{one['step']:,}",
+            "skipped" if one["kind"] == "skipped" else "spike",
+            format_or_missing(number(one, "loss"), three_decimals),
+            format_or_missing(number(one, "gradient_norm"), three_decimals),
+            one["documents"],
+        ]
+        for one in sorted(records, key=lambda one: one["step"])[-20:]
+    ]
+    return [table(["step", "", "loss", "gradient norm", "documents of the batch"], rows, left=(1, 4))] if rows else []
 
 
 def _evaluation(run: Run) -> list[Child]:

@@ -3,17 +3,16 @@
 A figure is None if the records do not hold it.
 """
 
-import json
+import sys
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from xgram_dist.analysis.report.chart import Point
 from xgram_dist.config import Config, load_config
-from xgram_dist.errors import UserError
-
-REQUIRED_FIELDS = {"train": ("cross_entropy", "tokens_per_second"), "validation": ("loss", "perplexity")}
-"""Of a record, by its kind."""
+from xgram_dist.errors import BadFileError, UserError, optional_package
+from xgram_dist.train.metrics_file import FILE, number, read_metrics
+from xgram_dist.untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -39,30 +38,17 @@ class Run:
 
 
 def read_run(folder: Path) -> Run:
-    metrics = folder / "metrics.jsonl"
-    if not metrics.is_file():
-        raise UserError(f"'{folder}' is not a run folder: it has no metrics.jsonl; give the folder of a run")
+    metrics = folder / FILE
     try:
-        lines = metrics.read_bytes().splitlines(keepends=True)
-    except OSError as error:
-        raise UserError(f"cannot read '{metrics}': {error.strerror}") from None
-    if lines and not lines[-1].endswith(b"\n"):
-        lines.pop()  # the run was killed, or is writing this line
-    records = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            record = json.loads(line)
-            kind = record["kind"]
-            complete = {"step", *REQUIRED_FIELDS.get(kind, ())} <= record.keys()
-        except (ValueError, KeyError, TypeError):
-            complete = False
-        if not complete:
-            raise UserError(f"'{metrics}', line {number} is not a metrics record; remove the line to read the rest")
-        records.append((kind, record))
-    by_kind = {k: [r for kind, r in records if kind == k] for k in ("train", "validation", "end")}
+        found = read_metrics(metrics)
+    except FileNotFoundError:
+        raise UserError(f"'{folder}' is not a run folder: it has no {FILE}; give the folder of a run") from None
+    if complaint := found.complaint(metrics):
+        print(complaint, file=sys.stderr)
+    by_kind = {k: [r for r in found.records if r["kind"] == k] for k in ("train", "validation", "end")}
     end = by_kind["end"][-1] if by_kind["end"] else None
     config = load_config(folder / "config.yaml")
-    return Run(folder, config, by_kind["train"], by_kind["validation"], end, [record for _, record in records])
+    return Run(folder, config, by_kind["train"], by_kind["validation"], end, found.records)
 
 
 def summary(run: Run) -> dict[str, Any]:
@@ -72,7 +58,6 @@ def summary(run: Run) -> dict[str, Any]:
     budget = plan_budget(run.config)
     last = run.validation[-1] if run.validation else {}
     end = run.end or {}
-    rate = end.get("tokens_per_second") or (run.train[-1]["tokens_per_second"] if run.train else None)
     return {
         "run": run.config.name,
         "folder": str(run.folder),
@@ -80,11 +65,11 @@ def summary(run: Run) -> dict[str, Any]:
         "step": max([r["step"] for r in (*run.train, *run.validation)], default=0),
         "steps": run.config.train.steps,
         "validation_perplexity": last.get("perplexity"),
-        "tokens_per_second": rate,
+        "tokens_per_second": tokens_per_second(run),
         "backbone_parameters": budget.backbone_parameters,
         "table_parameters": budget.table_parameters,
-        "rows_hit": end.get("rows_hit"),
-        "rows": end.get("rows"),
+        "rows_hit": number(end, "rows_hit"),
+        "rows": number(end, "rows"),
     }
 
 
@@ -105,16 +90,16 @@ def curve(run: Run, kind: str, key: str, *, by_tokens: bool = True) -> list[Poin
     """A key of the records of a kind, against tokens (in millions) or steps."""
     unit = run.tokens_per_step / 1e6 if by_tokens else 1
     return [
-        (record["step"] * unit, float(record[key]))
+        (record["step"] * unit, float(value))
         for record in run.records_of(kind)
-        if isinstance(record.get(key), int | float)
+        if (value := number(record, key)) is not None
     ]
 
 
 def average(run: Run, key: str) -> float | None:
     """Mean over steps from the `train` records. The first record, which compiles and allocates, is left out if there
     are others."""
-    known = [(weight, r[key]) for weight, r in _weighted(run) if isinstance(r.get(key), int | float)]
+    known = [(weight, value) for weight, r in _weighted(run) if (value := number(r, key)) is not None]
     total = sum(weight for weight, _ in known)
     return sum(weight * value for weight, value in known) / total if total else None
 
@@ -139,13 +124,14 @@ def phases(run: Run) -> dict[str, float]:
 
 def memory(run: Run) -> list[dict[str, Any]]:
     """The last record of each rank."""
-    of_rank = {record.get("rank", 0): record for record in run.records_of("memory")}
+    of_rank = {number(record, "rank") or 0: record for record in run.records_of("memory")}
     return [of_rank[rank] for rank in sorted(of_rank)]
 
 
 def peak_memory(run: Run) -> int | None:
     """Of the rank with the highest peak."""
-    return max((r["bytes_peak"] for r in memory(run) if r.get("bytes_peak")), default=None)
+    peaks = [int(peak) for record in memory(run) if (peak := number(record, "bytes_peak"))]
+    return max(peaks, default=None)
 
 
 def exchange(run: Run) -> dict[str, float]:
@@ -158,8 +144,8 @@ def restarts(run: Run) -> list[int]:
     """The last step before each restart. A restart shows as `seconds` falling back."""
     steps, before, step = [], 0.0, 0
     for record in run.records:
-        seconds = record.get("seconds")
-        if isinstance(seconds, int | float):
+        seconds = number(record, "seconds")
+        if seconds is not None:
             if seconds < before:
                 steps.append(step)
             before = seconds
@@ -169,7 +155,7 @@ def restarts(run: Run) -> list[int]:
 
 def tokens_per_second(run: Run) -> float | None:
     """Over the whole run if it has ended, else of the last record."""
-    rate = (run.end or {}).get("tokens_per_second") or (run.train[-1]["tokens_per_second"] if run.train else None)
+    rate = number(run.end or {}, "tokens_per_second") or (run.train[-1]["tokens_per_second"] if run.train else None)
     return float(rate) if rate else None
 
 
@@ -183,10 +169,10 @@ def evaluations(run: Path) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = []
     for file in sorted((run / "eval").glob("*.json")):
         try:
-            ours = json.loads(file.read_text(encoding="utf-8"))["xgram_dist"]
+            ours = read_json(file)["xgram_dist"]
             scores = {str(k): float(v) for k, v in ours["scores"].items()}
             results.append({"file": file.name, "scores": scores})
-        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        except (OSError, BadFileError, ValueError, OverflowError, KeyError, TypeError, AttributeError):
             results.append({"file": file.name, "scores": None})
     return results
 
@@ -198,15 +184,16 @@ def draw_losses(runs: list[Run], file: Path) -> None:
     """Training loss (thin) and validation loss (dots) against tokens, one colour a run."""
     if file.suffix.lower() not in PICTURE_FORMATS:
         raise UserError(f"picture '{file}' must end in {', '.join(PICTURE_FORMATS)}")
-    import matplotlib
+    with optional_package("a picture of losses", "plots"):
+        import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
     figure, axes = plt.subplots(figsize=(8, 4.5), dpi=130)
-    for number, run in enumerate(runs):
+    for place, run in enumerate(runs):
         millions = run.config.train.global_batch * run.config.model.sequence_length / 1e6
-        colour = f"C{number}"
+        colour = f"C{place}"
         points = [r for r in run.train if r["cross_entropy"] is not None]
         axes.plot([r["step"] * millions for r in points], [r["cross_entropy"] for r in points], colour, lw=1, alpha=0.6)
         checks = [r for r in run.validation if r["loss"] is not None]

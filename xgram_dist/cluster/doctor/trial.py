@@ -104,7 +104,7 @@ def predict(context: Context, config: Config, traffic_of: Callable[[int], Traffi
     known: dict[str, Any] = context.measured if peak is None else {**context.measured, "flops": peak / 1e12}
     machine = replace(Machine(), **known)
     axes = Axes.of(config, context.ranks.size)
-    return plan_layout(config, axes, machine, traffic_of(axes.data))
+    return plan_layout(config, axes, machine, traffic_of(axes.rows))
 
 
 def check_trial(context: Context) -> list[Row]:

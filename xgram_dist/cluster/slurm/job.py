@@ -5,162 +5,138 @@
 | the ranks                                   | the job                                                              |
 |---------------------------------------------|----------------------------------------------------------------------|
 | end with 0: training is complete            | ends with 0                                                          |
-| were asked to stop (USR1, TERM), and saved  | requeues itself; the next start resumes from that checkpoint. It     |
-|                                             | ends with 1 if too many stops in a row left no new checkpoint        |
+| were asked to stop (USR1, TERM, the time    | requeues itself; the next start resumes from that checkpoint. It     |
+| limit), and saved                           | ends with 1 if too many stops in a row left no new checkpoint        |
 | refuse their input (exit code 2)            | ends with 2: a restart would be refused again                        |
-| end in any other way                        | requeues itself. It ends with 1 if too many starts in a row left no  |
-|                                             | new checkpoint                                                       |
+| end in any other way                        | starts the ranks again on its nodes if all of them answer, and       |
+|                                             | requeues itself if not, or if the last start left no new checkpoint. |
+|                                             | It ends with 1 if too many starts in a row left none                 |
 
-A lost node ends this process too; then Slurm requeues the job. A cancelled job is not requeued, nor one that Slurm has
-restarted elsewhere in the meantime. Standard library only: the host's Python runs this, outside the ranks' container.
+Where Slurm does not start a job again, it ends with 1 instead of requeueing itself, and its successor carries the run
+on (`successor.py`). A lost node ends this process too; then Slurm requeues the job, or starts the successor. A
+cancelled job is not requeued, nor one that Slurm has restarted elsewhere in the meantime. Nodes that failed twice or
+were slow are left out of the next start (`bad_nodes.py`). Standard library only: the host's Python runs this, outside
+the ranks' container.
 """
 
 import argparse
 import os
-import re
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
 
 from xgram_dist.checkpoint.folder import list_steps
-from xgram_dist.cluster.slurm.attempts import COMPLETE, CRASHED, REFUSED, STOPPED, AttemptLog
-from xgram_dist.cluster.slurm.commands import hostnames, job_facts, rendezvous, run_command
+from xgram_dist.cluster.slurm.attempts import COMPLETE, CRASHED, REFUSED, STOPPED, Attempt, AttemptLog
+from xgram_dist.cluster.slurm.bad_nodes import (
+    FAILED,
+    LOST,
+    choose_excluded,
+    exclude_list,
+    excluded_nodes,
+    lost_nodes,
+    note_node,
+    read_events,
+    requeue_without,
+)
+from xgram_dist.cluster.slurm.commands import hostnames, job_facts, run_command, was_cancelled
+from xgram_dist.cluster.slurm.ranks import STOPPED_CODE, Ranks
+from xgram_dist.cluster.slurm.successor import move_evaluation, starts_again, submit_successor
+from xgram_dist.cluster.slurm.time_limit import TimeLimit
 from xgram_dist.errors import UserError
 
 CANCELLED = "cancelled"
 """A file in RUN/slurm, written by `xgram-dist cancel`: the job is not requeued."""
-STOPPED_CODE = 130
 MAX_STOPS = 10
 """In a row without a new checkpoint. Preemption may end many starts early; a time limit that is too short ends all."""
-_TASK_FAILED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
-_EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
-_TORCHRUN_EXIT_CODE = re.compile(r"^\s*exitcode\s*:\s*(\d+)\b")
-_ERROR_LINE = re.compile(r"^(?:\[rank(\d+)\]: )?((?:[\w.]+(?:Error|Exception)\b|xgram-dist ).*)$")
-
-
-@dataclass(frozen=True)
-class Failure:
-    """The first rank that failed; srun ends the others because of it."""
-
-    node: str
-    ranks: str
-    status: str
-    """As srun reports it."""
-    error: str
-    """The last error the rank printed."""
-
-    @property
-    def code(self) -> int | None:
-        match = _EXIT_CODE.match(self.status)
-        return int(match[1]) if match else None
-
-    def __str__(self) -> str:
-        if self.code is None:
-            return f"rank {self.ranks} on {self.node} ended: {self.status}"
-        error = f" ({self.error})" if self.error else ""
-        return f"rank {self.ranks} on {self.node} ended with exit code {self.code}{error}"
-
-    @property
-    def stopped(self) -> bool:
-        """It ended on request: it saved, or had nothing to save yet."""
-        return self.code == STOPPED_CODE or self.status in ("Terminated", "User defined signal 1")
+PROBE_SECONDS = 15.0
+"""For an empty step on all nodes."""
+LIMIT_SHARE = 1.1
+"""Of the seconds to save: the job asks the ranks to stop that long before its limit if Slurm has not. Slurm's signal
+comes earlier."""
+REPLACED, MOVED = "Slurm has restarted this job", "to be started on other nodes"
+"""In the reasons of attempts."""
 
 
 class Job:
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, Path(args.folder)
-        self.id, self.restart = os.environ["SLURM_JOB_ID"], int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.number = int(os.environ["SLURM_JOB_ID"])
+        # To Slurm's commands the number of an array's last task means the whole array.
+        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
+        self.id = f"{array}_{task}" if array and task else str(self.number)
+        self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        self.script = Path(args.script) if args.script else None
         self.attempts = AttemptLog(self.folder, self.id)
-        self.process: subprocess.Popen[str] | None = None
+        self.ranks: Ranks | None = None
         self.stopping = False
-        self.failure: Failure | None = None
-        self.srun_error = ""
-        self.refused = False
+        self.limit: TimeLimit | None = None
         self.decision = threading.Lock()  # held by the thread that requeues the job
         self.requeued = False
+        self.kept: set[str] = set()
+        """Bad nodes of which the log says that the run cannot start without them."""
 
     def run(self) -> int:
-        nodes = hostnames(os.environ["SLURM_JOB_NODELIST"])
-        nodes = nodes[: usable_nodes(len(nodes), self.args.counts)]
-        step = newest_step(self.folder)
+        given = hostnames(os.environ["SLURM_JOB_NODELIST"])
+        step, before = newest_step(self.folder), self.attempts.before()
+        if before is not None:
+            self.note_lost_nodes(before)
+        bad = excluded_nodes(self.folder, time.time())
+        nodes = choose_nodes(given, self.args.counts, set(bad))
         self.attempts.begin(self.restart, nodes, step)
         if (self.folder / "slurm" / CANCELLED).exists():
-            return self.end(STOPPED, "it was cancelled", 130)
+            return self.finish(STOPPED, "it was cancelled", 130)
+        if before is not None and before.job != self.id and was_cancelled(known_facts(before.job)):
+            return self.finish(STOPPED, f"job {before.job}, which this one was to carry on, was cancelled", 130)
         failed = self.attempts.without_progress(step)[:-1]
         if len(failed) > self.args.restarts:
             return self.give_up([attempt.explain() for attempt in failed])
-        begun = f"after step {step}" if step else "from the beginning"
-        say(f"job {self.id}, start {self.restart + 1}, on {', '.join(nodes)}: {begun}")
+        self.prepare_successor()
         for number in (signal.SIGUSR1, signal.SIGTERM):
-            signal.signal(number, self.stop)
-        code = self.start(nodes)
-        return self.decide(code)
-
-    def start(self, nodes: list[str]) -> int:
-        """Run the ranks until they end; srun's exit code."""
-        command = self.args.command
-        ranks, cpus = self.args.ranks, cpus_per_node(os.environ)
-        master = rendezvous(int(self.id), nodes, self.args.node_suffix)
-        srun = ["srun", f"--nodes={len(nodes)}", "--kill-on-bad-exit=1", "--nodelist", ",".join(nodes)]
-        if self.args.launcher == "torchrun":
-            endpoint = f"{master['MASTER_ADDR']}:{master['MASTER_PORT']}"
-            command = torchrun_command(command, len(nodes), ranks, endpoint, self.id)
-            ranks = 1
-        srun += [f"--ntasks={ranks * len(nodes)}", f"--ntasks-per-node={ranks}"]
-        srun += [f"--cpus-per-task={cpus // ranks}"] if cpus >= ranks else []
-        self.process = subprocess.Popen(
-            [*srun, *self.args.srun, *command],
-            env={**os.environ, **master, "PYTHONUNBUFFERED": "1"},
-            stderr=subprocess.PIPE,
-            text=True,
-            errors="replace",
-            start_new_session=True,  # so that Slurm's signals reach the ranks once, through this process
+            signal.signal(number, lambda number, _: self.stop(signal.Signals(number).name))
+        moved = before is not None and MOVED in before.reason  # Slurm has given such a node all the same
+        avoidable = [] if moved or not set(bad) & set(nodes) else set(self.bad_nodes()) & set(nodes)
+        if avoidable:
+            why = "; ".join(f"{node} {bad[node].why}" for node in sorted(avoidable))
+            return self.requeue(STOPPED, f"{why}: {MOVED}")
+        say(f"job {self.id}, start {self.restart + 1}, on {', '.join(nodes)}: {begun(step)}")
+        self.limit = TimeLimit(
+            self.id, self.args.time, LIMIT_SHARE * self.args.save_seconds, lambda: self.stop("the time limit"), say
         )
-        if self.stopping:  # the signal came while srun started
-            self.process.send_signal(signal.SIGUSR1)
-        assert self.process.stderr is not None
-        self.relay_errors(self.process.stderr)
-        return self.process.wait()
+        try:
+            return self.train(nodes)
+        finally:
+            self.limit.close()
 
-    def relay_errors(self, stream: IO[str]) -> None:
-        """Copy stderr of the ranks and srun; remember which rank failed first, and with which error.
+    def train(self, nodes: list[str]) -> int:
+        while True:
+            self.ranks = Ranks(self.args, nodes, self.number, self.lease())
+            if self.stopping:
+                self.ranks.ask_to_stop()
+            code = self.decide(self.ranks, self.ranks.run())
+            if code is not None:
+                return code
+            self.attempts.begin(self.restart, nodes, newest_step(self.folder))
 
-        `[rank3]: ` stands before an exception that ends a rank; a `UserError` is printed without it.
-        """
-        errors: dict[str, str] = {}  # by rank; "" for one that is not named
-        for line in stream:
-            sys.stderr.write(line)
-            sys.stderr.flush()
-            if error := _ERROR_LINE.match(line):
-                errors[error[1] or ""] = error[2].strip()[:300]
-            code = _TORCHRUN_EXIT_CODE.match(line)  # of a rank; torchrun itself always fails with 1
-            self.refused |= code is not None and int(code[1]) == 2 and self.args.launcher == "torchrun"
-            if not line.startswith("srun: error:"):
-                continue
-            self.srun_error = self.srun_error or line.removeprefix("srun: error:").strip()
-            failed = _TASK_FAILED.match(line)
-            if failed and self.failure is None:
-                first_rank = re.split("[,-]", failed[2])[0]
-                last_error = errors.get(first_rank, errors.get("", ""))
-                self.failure = Failure(failed[1], failed[2], failed[3].strip(), last_error)
+    def lease(self) -> str:
+        """For the lease of the run folder: a later start of the same run takes it over at once."""
+        jobs = self.attempts.jobs
+        first, _, _ = jobs[0].partition("_")
+        return f"{first}:{len(jobs) - 1}.{self.restart}.{self.attempts.current.again}"
 
-    def stop(self, number: int, _: Any) -> None:
-        """Handler of USR1 and TERM: make all ranks save and end."""
+    def stop(self, why: str) -> None:
+        """Make all ranks save and end. Called by USR1 and TERM, and before the time limit."""
         if self.requeued:  # Slurm ends the job it has just requeued
             os._exit(1)
         if self.stopping or self.decision.locked():
             return
         self.stopping = True
         self.attempts.signalled()
-        say(f"{signal.Signals(number).name}: asking the ranks to save and end")
-        if self.process is not None and self.process.poll() is None:
-            self.process.send_signal(signal.SIGUSR1)  # srun passes it on to all ranks
+        say(f"{why}: asking the ranks to save and end")
+        if self.ranks is not None:
+            self.ranks.ask_to_stop()
         timer = threading.Timer(self.args.save_seconds, self.requeue_unsaved)
         timer.daemon = True
         timer.start()
@@ -170,31 +146,56 @@ class Job:
         if self.decision.locked():
             return
         say(f"the ranks did not end within {self.args.save_seconds:g} s of the signal")
-        self.requeue(STOPPED, f"asked to stop, but the ranks did not end within {self.args.save_seconds:g} s")
+        code = self.requeue(STOPPED, f"asked to stop, but the ranks did not end within {self.args.save_seconds:g} s")
+        os._exit(code)
 
-    def decide(self, code: int) -> int:
+    def decide(self, ranks: Ranks, code: int) -> int | None:
+        """What to do after the ranks ended with srun's exit code. The job's exit code; None: start the ranks again."""
         if code == 0:
-            return self.end(COMPLETE, "training is complete", 0)
-        cause = str(self.failure or self.srun_error or f"srun ended with exit code {code}")
-        if self.refused or (self.failure is not None and self.failure.code == 2):
-            return self.end(REFUSED, f"{cause}; a restart would fail in the same way: see the log above", 2)
-        if self.stopping or (self.failure.stopped if self.failure else code == STOPPED_CODE):
+            return self.finish(COMPLETE, "training is complete", 0)
+        failure = ranks.failure
+        cause = str(failure or ranks.srun_error or f"srun ended with exit code {code}")
+        if ranks.refused:
+            return self.finish(REFUSED, f"{cause}; a restart would fail in the same way: see the log above", 2)
+        if self.stopping or (failure.stopped if failure else code == STOPPED_CODE):
             stops = 1 + len(self.attempts.without_progress(newest_step(self.folder), (STOPPED,)))
             if stops < MAX_STOPS:
                 return self.requeue(STOPPED, "asked to stop")
             reason = f"asked to stop {stops} times in a row before there was a new checkpoint; not requeued: a longer "
-            return self.end(STOPPED, f"{reason}--time, or more frequent checkpoints (checkpoint.every), would help", 1)
+            reason += "--time, or more frequent checkpoints (checkpoint.every), would help"
+            return self.finish(STOPPED, reason, 1)
+        if self.limit is not None and self.limit.just_resumed() and self.nodes_answer(ranks.nodes):
+            # Ranks that waited for others when the job was suspended have waited for too long when it resumes.
+            self.end(STOPPED, f"{cause}, after the job was suspended; the ranks are started again on the same nodes", 1)
+            return None
+        self.note_failure(ranks)
         failed = self.attempts.without_progress(newest_step(self.folder))
         if len(failed) > self.args.restarts:
             return self.give_up([*(attempt.explain() for attempt in failed[:-1]), cause])
+        keep = failure is not None and failure.node not in self.bad_nodes()
+        if len(failed) <= 1 and keep and self.nodes_answer(ranks.nodes):
+            self.end(CRASHED, f"{cause}; the ranks are started again on the same nodes", 1)
+            return None
         if len(failed) > 1:
             wait = self.args.restart_wait * 4.0 ** (len(failed) - 2)
             say(f"{cause}; requeueing in {wait:g} s: start {len(failed)} in a row without a new checkpoint")
             time.sleep(wait)
         return self.requeue(CRASHED, cause)
 
+    def nodes_answer(self, nodes: list[str]) -> bool:
+        """Whether this start of the job still has all of its nodes, and is to go on."""
+        if (self.folder / "slurm" / CANCELLED).exists():
+            return False
+        words = ["srun", f"--nodes={len(nodes)}", f"--ntasks={len(nodes)}", "--nodelist", ",".join(nodes), "true"]
+        try:
+            answered = subprocess.run(words, capture_output=True, timeout=PROBE_SECONDS).returncode == 0
+            facts = job_facts(self.id) or {}
+        except (subprocess.TimeoutExpired, UserError):
+            return False
+        return answered and facts.get("JobState") == "RUNNING" and int(facts.get("Restarts", -1)) == self.restart
+
     def give_up(self, reasons: list[str]) -> int:
-        return self.end(
+        return self.finish(
             CRASHED,
             f"{len(reasons)} starts in a row left no new checkpoint, the last: {reasons[-1]}; not requeued: look "
             f"at the log, then submit again",
@@ -202,52 +203,157 @@ class Job:
         )
 
     def requeue(self, outcome: str, reason: str) -> int:
-        """Slurm ends this process as soon as it has requeued the job, so everything is printed and written before."""
+        """Slurm ends this process as soon as it has requeued the job, so everything is printed and written before.
+        Where Slurm does not requeue it, its successor starts when it has ended with 1."""
         if not self.decision.acquire(blocking=False):  # the other thread is requeueing
             time.sleep(60)
             return 1
         facts = job_facts_with_retries(self.id)
         if int(facts.get("Restarts", -1)) != self.restart:
-            return self.end(STOPPED, f"{reason}; Slurm has restarted this job, so this start ends", 1)
-        if (self.folder / "slurm" / CANCELLED).exists() or facts.get("JobState") == "CANCELLED":
-            code = self.end(STOPPED, f"{reason}; cancelled, so not requeued", 130)
-            if facts.get("JobState") != "CANCELLED":
+            return self.end(STOPPED, f"{reason}; {REPLACED}, so this start ends", 1)
+        if (self.folder / "slurm" / CANCELLED).exists() or self.ended_by_a_person(facts):
+            code = self.finish(STOPPED, f"{reason}; cancelled, so not requeued", 130)
+            if facts.get("JobState") == "RUNNING":
                 run_command(["scancel", self.id])
                 time.sleep(30)
             return code
+        known = self.script is not None and bool(read_events(self.folder))  # else nothing was or is to be excluded
+        exclude = exclude_list(self.args.exclude, self.bad_nodes()) if known else None
+        if self.attempts.current.successor:
+            return self.hand_over(outcome, reason, exclude)
         self.end(outcome, f"{reason}; requeued", 1)
         self.requeued = True
         try:
-            run_command(["scontrol", "requeue", self.id])
+            if exclude is None:
+                run_command(["scontrol", "requeue", self.id])
+            else:
+                requeue_without(self.id, exclude)
         except UserError as error:
-            return self.end(outcome, f"{reason}; it could not be requeued: {error}; submit again to resume", 1)
+            self.requeued = False
+            return self.requeue_refused(outcome, f"{reason}; it could not be requeued: {error}", exclude or "")
         time.sleep(60)
         return 1
 
+    def ended_by_a_person(self, facts: dict[str, str]) -> bool:
+        """A job that ends may look the same to Slurm when it was preempted; its steps tell. A successor looks itself,
+        when this job has ended."""
+        preempted = self.ranks is not None and self.ranks.preempted
+        return not self.attempts.current.successor and not preempted and was_cancelled(facts)
+
+    def hand_over(self, outcome: str, reason: str, exclude: str | None) -> int:
+        successor = self.attempts.current.successor
+        try:
+            if exclude is not None:
+                run_command(["scontrol", "update", f"JobId={successor}", f"ExcNodeList={exclude}"])
+        except UserError as error:
+            say(f"no node could be excluded from job {successor}: {error}")
+        return self.end(outcome, f"{reason}; job {successor} carries the run on", 1)
+
+    def requeue_refused(self, outcome: str, reason: str, exclude: str) -> int:
+        if self.script is None or not self.submit_successor(exclude):
+            return self.end(outcome, f"{reason}; submit again to resume", 1)
+        return self.end(outcome, f"{reason}; job {self.attempts.current.successor} carries the run on", 1)
+
+    # ---- the successor
+
+    def prepare_successor(self) -> None:
+        """Before anything can happen to this job."""
+        if self.script is None or starts_again(known_facts(self.id)):
+            return
+        if self.submit_successor(exclude_list(self.args.exclude, self.bad_nodes())):
+            successor = self.attempts.current.successor
+            say(f"Slurm does not start job {self.id} again by itself; job {successor} waits to carry the run on")
+
+    def submit_successor(self, exclude: str) -> bool:
+        assert self.script is not None
+        try:
+            self.attempts.succeeded_by(submit_successor(self.folder, self.script, self.id, exclude))
+        except (UserError, OSError) as error:
+            say(f"a successor of job {self.id} could not be submitted: {error}")
+            return False
+        try:
+            move_evaluation(self.folder)
+        except UserError as error:
+            say(f"the evaluation waits for job {self.id} alone: {error}")
+        return True
+
+    # ---- bad nodes
+
+    def bad_nodes(self) -> list[str]:
+        """Those that the next start can do without."""
+        bad = excluded_nodes(self.folder, time.time())
+        if not bad or self.script is None:
+            return []
+        chosen = choose_excluded(self.script, self.args.exclude, bad)
+        for node in bad:
+            if node not in chosen and node not in self.kept:
+                self.kept.add(node)
+                say(f"node {node} ({bad[node].why}) stays: the run cannot start without it")
+        return chosen
+
+    def note_failure(self, ranks: Ranks) -> None:
+        """Unless the ranks have named the node themselves."""
+        failure = ranks.failure
+        if failure is None or not failure.of_its_node:
+            return
+        if not read_events(self.folder, self.attempts.current.started):
+            note_node(self.folder, failure.node, FAILED, failure.of_its_node)
+
+    def note_lost_nodes(self, before: Attempt) -> None:
+        """Of a start that was cut off: nodes that Slurm does not reach, or that came up again after its last sign."""
+        if before.outcome is None or REPLACED in before.reason:
+            for node, why in lost_nodes(before.nodes, last_sign(self.folder, before.started)).items():
+                note_node(self.folder, node, LOST, f"lost: {why}")
+
+    def finish(self, outcome: str, reason: str, code: int) -> int:
+        """The end of the run's jobs: no successor is to start."""
+        if self.attempts.current.successor:
+            try:
+                run_command(["scancel", "--quiet", self.attempts.current.successor])
+            except UserError as error:
+                say(str(error))
+        return self.end(outcome, reason, code)
+
     def end(self, outcome: str, reason: str, code: int) -> int:
+        """The end of this attempt."""
         self.attempts.end(outcome, reason)
         say(reason)
         return code
 
 
-def usable_nodes(given: int, counts: list[int]) -> int:
-    """The largest number of the given nodes over which the batch divides. `counts`: those possible; empty: any."""
-    usable = [count for count in counts or [given] if count <= given]
-    if not usable:
-        raise UserError(f"Slurm gave {given} node(s), this run needs one of {counts}")
-    return max(usable)
+def choose_nodes(given: list[str], counts: list[int], bad: set[str]) -> list[str]:
+    """As many of the given nodes as the batch divides over. `counts`: those possible; empty: any. Bad nodes are left
+    out where enough others are given."""
+    good = [node for node in given if node not in bad]
+    for nodes in (good, given):
+        usable = [count for count in counts or [len(given)] if count <= len(nodes)]
+        if usable:
+            return nodes[: max(usable)]
+    raise UserError(f"Slurm gave {len(given)} node(s), this run needs one of {counts}")
 
 
-def cpus_per_node(environment: Mapping[str, str]) -> int:
-    """CPUs that the ranks of a node share: those asked for, else what the job has on its smallest node; 0: unknown."""
-    if asked := environment.get("SLURM_CPUS_PER_TASK"):
-        return int(asked)
-    given = environment.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 96(x2),64
-    return min((int(part.partition("(")[0]) for part in given.split(",") if part), default=0)
+def begun(step: int) -> str:
+    return f"after step {step}" if step else "from the beginning"
 
 
 def newest_step(folder: Path) -> int:
     return max(list_steps(folder), default=0)
+
+
+def last_sign(folder: Path, default: float) -> float:
+    """The last heartbeat of the run's lease."""
+    try:
+        return max((path.stat().st_mtime for path in (folder / "lease").glob("*.json")), default=0.0) or default
+    except OSError:
+        return default
+
+
+def known_facts(job: str) -> dict[str, str]:
+    """None where Slurm does not answer: the run starts all the same."""
+    try:
+        return job_facts(job) or {}
+    except UserError:
+        return {}
 
 
 def job_facts_with_retries(job: str) -> dict[str, str]:
@@ -259,17 +365,6 @@ def job_facts_with_retries(job: str) -> dict[str, str]:
             say(f"{error}; trying again in {wait} s")
             time.sleep(wait)
     return job_facts(job) or {}
-
-
-def torchrun_command(command: list[str], nodes: int, ranks: int, endpoint: str, job: str) -> list[str]:
-    """The same command, with a torchrun on each node that starts its ranks.
-
-    Slurm sends signals to all processes of a step. USR1 is for the ranks, so the shell makes torchrun ignore it.
-    """
-    at = command.index("-m")
-    torchrun = ["-m", "torch.distributed.run", "--nnodes", str(nodes), "--nproc-per-node", str(ranks)]
-    torchrun += ["--rdzv-backend", "c10d", "--rdzv-endpoint", endpoint, "--rdzv-id", job]
-    return ["sh", "-c", "trap '' USR1; exec \"$@\"", "sh", *command[:at], *torchrun, *command[at:]]
 
 
 def say(text: str) -> None:
@@ -290,6 +385,9 @@ def parse_arguments(words: list[str]) -> argparse.Namespace:
     parser.add_argument(
         "--save-seconds", type=float, default=240.0, metavar="S", help="time to save when stopped (240)"
     )
+    parser.add_argument("--time", default="", metavar="LIMIT", help="time limit, where Slurm does not tell it")
+    parser.add_argument("--script", metavar="FILE", help="what to submit as the successor, with its options in it")
+    parser.add_argument("--exclude", default="", metavar="NODES", help="nodes that the site excludes")
     parser.add_argument("--launcher", choices=("srun", "torchrun"), default="srun")
     parser.add_argument("--node-suffix", default="", metavar="WORD", help="appended to a node's name to reach it")
     parser.add_argument("--srun", action="append", default=[], metavar="OPTION", help="more options of srun")

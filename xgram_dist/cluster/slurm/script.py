@@ -31,9 +31,18 @@ class Script:
     """Working directory of the job."""
     python: str
     preflight: bool = True
+    at_once: int | None = None
+    """Tasks of the array that may run at the same time; None: all."""
+
+
+def _check_folders(folders: tuple[Path, ...]) -> None:
+    for folder in folders:
+        if ":" in str(folder):  # the job runs the copy of the code in the folder
+            raise UserError(f"run folder '{folder}': PYTHONPATH cannot hold a colon; choose another with --folder")
 
 
 def train_script(script: Script) -> str:
+    _check_folders(script.folders)
     site, array = script.site, len(script.folders) > 1
     runs = [quote(str(folder)) for folder in script.folders]
     log = f"{script.folders[0].parent}/%a/slurm/log.txt" if array else f"{script.folders[0]}/slurm/log.txt"
@@ -47,17 +56,19 @@ def train_script(script: Script) -> str:
         f"--launcher {site.launcher}",
     ]
     job += [f"--restarts {site.restarts}", f"--restart-wait {site.restart_wait:g}"]
-    job += [f"--save-seconds {SAVE_SHARE * site.save_seconds:g}"]
+    job += [f"--save-seconds {SAVE_SHARE * site.save_seconds:g}", f"--time {quote(site.time)}"]
+    job += [f"--script {quote(str(script.folders[0] / 'slurm' / 'job.sbatch'))}"]
+    job += [f"--exclude={quote(site.excluded)}"] if site.excluded else []
     job += [f"--node-suffix={quote(site.node_suffix)}"] if site.node_suffix else []
     job += [f"--srun={quote(option)}" for option in site.srun]
     return "\n".join(
         [
             "#!/bin/bash",
             "# Written by `xgram-dist submit`. Run `sbatch` on it again to resume the run.",
-            *_options(script, script.nodes, site.ranks, site.gpus_per_node, log),
-            *_directive("array", f"0-{len(runs) - 1}" if array else None),
+            *_directive("array", _tasks(len(runs), script.at_once) if array else None),
             *_directive("requeue"),
             *_directive("signal", f"B:USR1@{site.save_seconds}"),
+            *_options(script, script.nodes, site.ranks, site.gpus_per_node, log),
             "set -euo pipefail",
             "",
             *_environment(site),
@@ -124,6 +135,10 @@ def _options(script: Script, nodes: str, ranks: int, gpus: int, log: str, suffix
         *_directive("open-mode", "append"),
         *(f"#SBATCH {quote(option)}" for option in site.sbatch),
     ]
+
+
+def _tasks(count: int, at_once: int | None) -> str:
+    return f"0-{count - 1}" + (f"%{at_once}" if at_once is not None else "")
 
 
 def _cpus(site: Site, ranks: int) -> str | None:

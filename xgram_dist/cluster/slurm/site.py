@@ -4,6 +4,7 @@ Values for `#SBATCH` lines and for the environment are restricted to plain words
 into the script as it is.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -78,6 +79,12 @@ class Site(Section):
     def ranks(self) -> int:
         """Ranks of a node."""
         return self.ranks_per_node or self.gpus_per_node
+
+    @property
+    def excluded(self) -> str:
+        """Nodes that no job of the site gets, as Slurm writes lists of nodes."""
+        words = " ".join(self.sbatch)
+        return ",".join(re.findall(r"(?:^|\s)(?:--exclude[= ]|-x\s*)(\S+)", words))
 
     @property
     def exclusive(self) -> bool:

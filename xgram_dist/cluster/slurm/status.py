@@ -1,14 +1,19 @@
 """The state of a run's job, from Slurm and from the run folder; and its log, followed as it grows."""
 
-import json
 import time
 from pathlib import Path
 from typing import Any
 
 from xgram_dist.checkpoint.folder import list_steps
 from xgram_dist.cluster.slurm.attempts import read_attempts
+from xgram_dist.cluster.slurm.bad_nodes import excluded_nodes
 from xgram_dist.cluster.slurm.commands import ENDED, job_facts, job_state
-from xgram_dist.cluster.slurm.run_record import FOLDER, LOG, read_jobs
+from xgram_dist.cluster.slurm.run_record import CONFIG, LOG
+from xgram_dist.cluster.slurm.successor import FOLDER, JOBS, current_job, read_jobs
+from xgram_dist.console import format_duration
+from xgram_dist.errors import BadFileError
+from xgram_dist.train.metrics_file import number, read_metrics
+from xgram_dist.train.starts import KINDS, PARTS, goodput, read_starts
 
 TAIL_BYTES = 1 << 16
 """Read from the end of metrics.jsonl."""
@@ -17,14 +22,15 @@ LOG_SECONDS, STATE_SECONDS = 0.5, 3.0
 
 
 def status(run: Path) -> dict[str, Any]:
-    """State, nodes and progress; None for what is not known."""
-    jobs = read_jobs(run)
-    facts = job_facts(jobs["train"])
+    """State, nodes and progress; None for what is not known. A run that no Slurm job trains has a state, too."""
+    jobs = {} if _is_local(run) else read_jobs(run)
+    job, facts = current_job(run) if jobs else (None, None)
     after = job_facts(jobs["eval"]) if "eval" in jobs else None
-    train, end = _last_records(run / "metrics.jsonl")
+    last = _last_records(run / "metrics.jsonl")
+    train, end = last.get("train"), last.get("end")
     return {
         "run": str(run),
-        "job": jobs["train"],
+        "job": job,
         "state": None if facts is None else facts["JobState"],
         "reason": None if facts is None or facts["Reason"] == "None" else facts["Reason"],
         "nodes": None if facts is None or facts["NodeList"] == "(null)" else facts["NodeList"],
@@ -32,14 +38,39 @@ def status(run: Path) -> dict[str, Any]:
         "time_limit": None if facts is None else facts["TimeLimit"],
         "complete": bool(end and end.get("complete")),
         "step": None if train is None else train["step"],
-        "loss": None if train is None else train.get("loss"),
-        "tokens_per_second": None if train is None else train.get("tokens_per_second"),
+        "loss": None if train is None else number(train, "loss"),
+        "tokens_per_second": None if train is None else number(train, "tokens_per_second"),
         "checkpoint": max(list_steps(run), default=None),
         "starts": _starts(run),
+        "goodput": goodput(run, submitted_at(run) if jobs else None),
+        "excluded": {node: vars(one) for node, one in excluded_nodes(run, time.time()).items()},
+        "stragglers": last.get("stragglers"),
         "eval_job": jobs.get("eval"),
         "eval_state": None if after is None else after["JobState"],
-        "log": str(run / FOLDER / LOG),
+        "log": str(run / FOLDER / LOG) if jobs else None,
     }
+
+
+def _is_local(run: Path) -> bool:
+    return not (run / FOLDER / JOBS).exists() and (run / "metrics.jsonl").exists()
+
+
+def submitted_at(run: Path) -> float | None:
+    """When the job was submitted: its recipe is written then."""
+    path = run / FOLDER / CONFIG
+    return path.stat().st_mtime if path.exists() and not read_starts(run)[1:] else None
+
+
+def goodput_rows(figures: dict[str, Any]) -> list[list[str]]:
+    """Of `goodput`, for a table of two columns."""
+    share, last = figures["goodput"], figures["starts"][-1]
+    spent = ", ".join(f"{kind} {format_duration(figures[kind])}" for kind in KINDS if figures[kind] >= 0.5)
+    parts = ", ".join(f"{PARTS.get(name, name)} {seconds:.1f} s" for name, seconds in last["parts"].items())
+    return [
+        ["goodput", "-" if share is None else f"{100 * share:.1f} % of {format_duration(figures['total'])}"],
+        ["time", spent],
+        ["last start", f"{last['to_first_step']:.1f} s to the first step: {parts}"],
+    ]
 
 
 def _starts(run: Path) -> list[dict[str, Any]]:
@@ -57,24 +88,18 @@ def _starts(run: Path) -> list[dict[str, Any]]:
     ]
 
 
-def _last_records(metrics: Path) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
-    """The last `train` and `end` records. The file may be long, and its last line unfinished."""
-    last: dict[str, dict[str, Any]] = {}
-    if metrics.exists():
-        with metrics.open("rb") as file:
-            file.seek(max(0, metrics.stat().st_size - TAIL_BYTES))
-            lines = file.read().splitlines()
-        for line in lines:
-            try:
-                record = json.loads(line)
-                last[record["kind"]] = record
-            except (ValueError, KeyError, TypeError):
-                continue
-    return last.get("train"), last.get("end")
+def _last_records(metrics: Path) -> dict[str, dict[str, Any]]:
+    """The last record of each kind. The file may be long, and its last line unfinished."""
+    try:
+        return {record["kind"]: record for record in read_metrics(metrics, TAIL_BYTES).records}
+    except (FileNotFoundError, BadFileError):
+        return {}
 
 
-def follow(job: str, log: Path) -> str:
-    """Print the log as it grows until the job ends; its final state. A requeued job appends to the same log."""
+def follow(job: str, run: Path) -> str:
+    """Print the log as it grows until the job ends; its final state. A requeued job appends to the same log, and so
+    does the job that carries on its run."""
+    log = run / FOLDER / LOG
     printed = log.stat().st_size if log.exists() else 0  # skip what an earlier submission wrote
     state: str | None = "PENDING"
     checked = 0.0
@@ -82,6 +107,8 @@ def follow(job: str, log: Path) -> str:
         if time.monotonic() - checked >= STATE_SECONDS:
             checked, before = time.monotonic(), state
             state = job_state(job)
+            if (state is None or state in ENDED) and (after := current_job(run))[0] != job and after[1] is not None:
+                job, state = after[0], after[1]["JobState"]
             if state != before:
                 print(f"job {job}: {state or 'no longer known to Slurm'}", flush=True)
         printed = _print_from(log, printed)

@@ -6,17 +6,21 @@ estimate above the site's GPUs. It writes nothing. `submit` writes the run folde
 
 import re
 import sys
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from xgram_dist.cluster.slurm import run_record as record
+from xgram_dist.cluster.slurm.bad_nodes import choose_excluded, exclude_list, excluded_nodes
 from xgram_dist.cluster.slurm.commands import submit_script
 from xgram_dist.cluster.slurm.script import Script, eval_script, train_script
 from xgram_dist.cluster.slurm.site import Site
+from xgram_dist.cluster.slurm.successor import FOLDER, move_evaluation, read_jobs, write_jobs
 from xgram_dist.config import Config
 from xgram_dist.config.schema import parse_bytes
 from xgram_dist.config.validate import accumulation, check_degrees
 from xgram_dist.errors import UserError
+from xgram_dist.files import write_atomically
 from xgram_dist.model.methods.base import check_files, load_recipe
 
 _NODE_RANGE = re.compile(r"^(\d+)(?:-(\d+))?$")
@@ -37,6 +41,8 @@ class Request:
     preflight: bool
     force: bool
     """Skip the checks of data and memory."""
+    at_once: int | None = None
+    """Tasks of the array that may run at the same time; None: all."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +58,7 @@ class Submission:
     runs: list[SubmittedRun]
     train: str
     """The training script."""
+    site: Site
     evals: list[str]
     """Scripts of the evaluations that follow, one for each run, or none."""
 
@@ -59,6 +66,8 @@ class Submission:
 def plan_submission(request: Request) -> Submission:
     runs = _plan_runs(request)
     site = request.site
+    if request.at_once is not None and (len(runs) == 1 or request.at_once < 1):
+        raise UserError(f"--at-once {request.at_once} is of the tasks of an array, and at least 1")
     first, last = parse_nodes(request.nodes)
     counts: set[int] = set()
     for run in runs:
@@ -76,11 +85,12 @@ def plan_submission(request: Request) -> Submission:
         directory=Path.cwd(),
         python=site.python or sys.executable,
         preflight=request.preflight,
+        at_once=request.at_once,
     )
     evals = []
     if request.then_eval:
         evals = [eval_script(_for_run(script, run), run.config.eval.tasks, _benchmarks(run.config)) for run in runs]
-    return Submission(runs, train_script(script), evals)
+    return Submission(runs, train_script(script), site, evals)
 
 
 def _benchmarks(config: Config) -> Path | None:
@@ -95,23 +105,38 @@ def _benchmarks(config: Config) -> Path | None:
 
 def submit(submission: Submission) -> list[str]:
     """Write the run folders and queue the jobs; the id of each run's job."""
+    for run in submission.runs:
+        record.check_folder(run.folder, run.config)
+    with record.submitting([run.folder for run in submission.runs]):
+        return _submit(submission)
+
+
+def _submit(submission: Submission) -> list[str]:
     runs = submission.runs
     for run in runs:
         record.check_folder(run.folder, run.config)
     for run in runs:
         record.write_snapshot(run.folder, run.config)
-    path = runs[0].folder / record.FOLDER / record.SCRIPT
-    path.write_text(submission.train, encoding="utf-8")
-    job = submit_script([], str(path))
+    path = runs[0].folder / FOLDER / record.SCRIPT
+    write_atomically(path, submission.train)
+    job = submit_script(_exclude(runs, path, submission.site), str(path))
     jobs = [job] if len(runs) == 1 else [f"{job}_{task}" for task in range(len(runs))]
     for run, train_job in zip(runs, jobs, strict=True):
-        record.write_jobs(run.folder, {"train": train_job})
+        write_jobs(run.folder, {"train": train_job})
     for run, train_job, text in zip(runs, jobs, submission.evals, strict=False):
-        path = run.folder / record.FOLDER / record.EVAL
-        path.write_text(text, encoding="utf-8")
+        path = run.folder / FOLDER / record.EVAL
+        write_atomically(path, text)
         eval_job = submit_script([f"--dependency=afterok:{train_job}", "--kill-on-invalid-dep=yes"], str(path))
-        record.write_jobs(run.folder, {"train": train_job, "eval": eval_job})
+        write_jobs(run.folder, {**read_jobs(run.folder), "eval": eval_job})
+        move_evaluation(run.folder)
     return jobs
+
+
+def _exclude(runs: list[SubmittedRun], script: Path, site: Site) -> list[str]:
+    """The option of `sbatch` that leaves out what failed earlier jobs of these runs."""
+    bad = {node: why for run in runs for node, why in excluded_nodes(run.folder, time.time()).items()}
+    chosen = choose_excluded(script, site.excluded, bad)
+    return [f"--exclude={exclude_list(site.excluded, chosen)}"] if chosen else []
 
 
 def parse_nodes(text: str) -> tuple[int, int]:
@@ -198,7 +223,7 @@ def check_memory(config: Config, counts: tuple[int, ...], site: Site) -> None:
     limit, ranks = parse_bytes(site.memory_per_gpu), counts[0] * site.ranks
     axes = Axes.of(config, ranks)
     machine = Machine(bandwidth=site.bandwidth, node_ranks=site.ranks)
-    needed = plan_layout(config, axes, machine, traffic_of(axes.data)).device_bytes
+    needed = plan_layout(config, axes, machine, traffic_of(axes.rows)).device_bytes
     if needed > limit:
         changes = [advice.change for advice in advise(config, ranks, limit, traffic_of) if advice.fits][:3]
         raise UserError(

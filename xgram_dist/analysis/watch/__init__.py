@@ -1,0 +1,1 @@
+"""`xgram-dist watch`: runs on the terminal."""
