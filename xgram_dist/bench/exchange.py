@@ -56,13 +56,13 @@ SLOW = {"fsdp": 4}
 """Measured steps per round of peers that take seconds per step."""
 
 
-def workload(rows: int, width: int, optimizer: str = "catch_up", **memory: Any) -> Config:
+def workload(vocabulary: int, width: int, optimizer: str = "catch_up", **memory: Any) -> Config:
     """W1's tables: one key/value head of the given width."""
     return build_config(
         {
             "name": "bench-exchange",
             "model": {
-                "vocabulary": rows,
+                "vocabulary": vocabulary,
                 "layers": LAYERS,
                 "width": width,
                 "ffn_width": width,
@@ -108,7 +108,7 @@ def step_times(ranks: ProcessGroup, file: str, rows: int, width: int, optimizer:
         windows, planned = planned.result(), tables.plan(tokens[(step + 1) % len(tokens)])
         working = tables.fetch(windows[0])
         with ranks.phases("compute"):
-            losses.append(_lookup(working))
+            losses.append(look_up(working))
         tables.give_back(working)
         with ranks.phases("update"):
             tables.shards.apply(table_rates(config, step + 1, tables.shards.num_rows))
@@ -153,7 +153,7 @@ def _network(slots: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return loss
 
 
-def _lookup(working: ShardedWorkingSet) -> float:
+def look_up(working: ShardedWorkingSet) -> float:
     """Look up all tables at once: they are side by side in the working set, as in the peer with one wide table."""
     leaf = working.slabs[0].requires_grad_()
     torch._dynamo.maybe_mark_dynamic(leaf, 0)

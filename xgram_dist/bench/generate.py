@@ -23,9 +23,10 @@ from xgram_dist.console import Progress
 from xgram_dist.data.train_bpe import train_bpe
 from xgram_dist.engine import build_engine
 from xgram_dist.inference.hf.decoder import Cache
-from xgram_dist.inference.model import Checkpoint, Model
+from xgram_dist.inference.model import HOST, Checkpoint, Model
 from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.model.methods.base import table_layout
+from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.device import choose_device, synchronize
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
@@ -42,9 +43,11 @@ def run_generate_benchmark(rounds: int, tokens: int, vocabulary: int) -> dict[st
     frequencies /= frequencies.sum()
     random = np.random.default_rng(0)
     with tempfile.TemporaryDirectory(prefix="xgram-dist-bench-") as folder:
-        models = {
-            m: _model(step_config(m, vocabulary, False), frequencies, Path(folder) / m) for m in ("vanilla", "xgram")
-        }
+        models = {}
+        for method in ("vanilla", "xgram"):
+            config = step_config(method, vocabulary, False)
+            saved = saved_checkpoint(config, build_model(config, HOST), frequencies, Path(folder) / method)
+            models[method] = saved.load(choose_device(), "fp32")
         seconds: dict[str, list[float]] = {name: [] for name in models}
         with Progress(rounds + 1, "rounds", "vanilla and X-gram in turn") as progress:
             for number in range(rounds + 1):
@@ -86,25 +89,31 @@ def _round(models: dict[str, Model], drawn: torch.Tensor, tokens: int, first: st
     return taken
 
 
-def _model(config: Config, frequencies: "np.ndarray[Any, Any]", folder: Path) -> Model:
-    """Saved as a run saves it, and opened again."""
-    routing, mesh, cpu = None, single_mesh(), torch.device("cpu")
+def saved_checkpoint(
+    config: Config, model: Transformer, frequencies: "np.ndarray[Any, Any]", folder: Path
+) -> Checkpoint:
+    """The model with initial tables, saved as a run saves it."""
+    routing, mesh = None, single_mesh()
     folder.mkdir()
     if table_layout(config).hashed:
         routing = build_routing(frequencies, routing_settings(config), table_layout(config).num_views)
         save_routing(routing, folder / "routing.npz")
-    engine = build_engine(config, build_model(config, cpu), mesh, cpu)
-    lookup = build_lookup(config, routing, cpu)
+    engine = build_engine(config, model, mesh, HOST)
+    lookup = build_lookup(config, routing, HOST)
     tables = shards_of(lookup)
     state = training_state(engine, tables, mesh)
     tokenizer = train_bpe(["the text of a tokenizer that encodes nothing here"], 257, folder / "tokenizer.json")
-    known = {"routing": None if routing is None else routing.sha256(), "tokenizer": _tokenizer_facts(tokenizer)}
+    known = {
+        "routing": None if routing is None else routing.sha256(),
+        "tokenizer": _tokenizer_facts(tokenizer),
+        "loader": {"position": 0, "fingerprint": ""},
+    }
     facts = synthetic_facts(config, config.train.steps, 1, tables, **known)
     saver = Saver(folder, config.checkpoint, ProcessGroup())
     saver.save(state, facts, [tokenizer] + ([folder / "routing.npz"] if routing is not None else []), wait=True)
     saver.close()
     lookup.close()
-    return Checkpoint.find(folder).load(choose_device(), "fp32")
+    return Checkpoint.find(folder)
 
 
 def _tokenizer_facts(file: Path) -> dict[str, str]:

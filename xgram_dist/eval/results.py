@@ -1,15 +1,37 @@
 """Results of an evaluation: scores, the file in RUN/eval/, and tables beside the paper's."""
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NotRequired
 
-from xgram_dist.errors import UserError
+from pydantic import Field, TypeAdapter, ValidationError
+from typing_extensions import TypedDict
+
+from xgram_dist.errors import BadFileError, UserError
 from xgram_dist.eval.paper_suite import CATEGORIES, COLUMNS, PAPER, paper_rows
 from xgram_dist.files import write_atomically
+from xgram_dist.untrusted import read_json
 
 FOLDER = "eval"
+MAX_SCORE = 1e12
+"""Larger ones are damage, and could not be summed."""
+_Parameters = Annotated[int, Field(strict=True, ge=0, le=10**18)]
+
+
+class _Ours(TypedDict):
+    name: str
+    backbone_parameters: _Parameters
+    table_parameters: _Parameters
+
+
+class _File(TypedDict):
+    """What is read of lm-eval's JSON, and of our key in it."""
+
+    xgram_dist: _Ours
+    results: dict[str, dict[str, Any]]
+    groups: NotRequired[dict[str, dict[str, Any]]]
+    group_subtasks: NotRequired[dict[str, list[str]]]
+    configs: NotRequired[dict[str, dict[str, Any]]]
 
 
 def task_score(values: dict[str, Any]) -> tuple[str, float] | None:
@@ -17,7 +39,7 @@ def task_score(values: dict[str, Any]) -> tuple[str, float] | None:
     metrics = {
         key.split(",")[0]: value
         for key, value in values.items()
-        if "," in key and "_stderr" not in key and isinstance(value, int | float)
+        if "," in key and "_stderr" not in key and isinstance(value, int | float) and abs(value) <= MAX_SCORE
     }
     for metric in ("acc_norm", "acc"):
         if metric in metrics:
@@ -75,15 +97,16 @@ class EvaluationResult:
                 raise UserError(f"'{path}' has no evaluation in {FOLDER}/; make one with `xgram-dist eval {path}`")
             path = files[-1]
         try:
-            tree = json.loads(path.read_text(encoding="utf-8"))
-            ours = tree.pop("xgram_dist")
-            sizes = int(ours["backbone_parameters"]), int(ours["table_parameters"])
-            result = EvaluationResult(str(ours["name"]), *sizes, tree)
-            _ = result.scores
+            tree = read_json(path, follow=True)
+            TypeAdapter(_File).validate_python(tree)
         except OSError as error:
             raise UserError(f"cannot read '{path}': {error.strerror}; give a run folder or a file of eval") from None
-        except (ValueError, KeyError, TypeError, AttributeError):
-            raise UserError(f"'{path}' is not a file of `xgram-dist eval`") from None
+        except (BadFileError, ValidationError):
+            raise BadFileError(f"'{path}' is not a file of `xgram-dist eval`") from None
+        ours = tree.pop("xgram_dist")
+        result = EvaluationResult(ours["name"], ours["backbone_parameters"], ours["table_parameters"], tree)
+        if not result.scores:
+            raise BadFileError(f"'{path}' holds no score; evaluate the run again with `xgram-dist eval`")
         return result
 
 

@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 
-from xgram_dist.errors import UserError, nearest
+from xgram_dist.errors import UserError, nearest, optional_package
 from xgram_dist.eval.paper_suite import CATEGORIES, PAPER, SUITES, Benchmark
 
 
@@ -145,8 +145,9 @@ def _write_mmlu(one: Benchmark, root: Path, data: Path | None, out: Path, cache:
 
 def _split_subjects(folder: Path, scored: str, shots: int, subjects: list[str], out: Path) -> dict[str, Path]:
     """Write a parquet file for each split and subject; the folder of each split."""
-    import pyarrow.compute as pc
-    import pyarrow.parquet as pq
+    with optional_package("the data of a benchmark in Parquet", "eval"):
+        import pyarrow.compute as pc
+        import pyarrow.parquet as pq
 
     folders = {}
     for split in (scored, "dev") if shots else (scored,):

@@ -24,7 +24,7 @@ from xgram_dist import __version__
 from xgram_dist.checkpoint.manifest import TOUCHED_VERSION
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.checkpoint.tensor_file import DTYPE_NAMES, encode_header
-from xgram_dist.config import dump_config
+from xgram_dist.config import Config, dump_config
 from xgram_dist.console import Progress
 from xgram_dist.errors import UserError
 from xgram_dist.estimate.flops import plan_budget
@@ -34,9 +34,10 @@ from xgram_dist.inference.hf import (
     decoder_batched_sites,
     decoder_layers,
     decoder_methods,
+    decoder_tables,
     modeling_xgram,
 )
-from xgram_dist.inference.hf.modeling_xgram import module_name
+from xgram_dist.inference.hf.decoder_tables import RowFormat
 from xgram_dist.inference.mapped_tables import MappedTables
 from xgram_dist.inference.model import Checkpoint
 from xgram_dist.model.methods.base import ComputedTables, method_of, table_layout
@@ -47,8 +48,21 @@ SHARD_BYTES = 4 << 30
 INDEX = "model.safetensors.index.json"
 BLOCK_ELEMENTS = 1 << 22
 BACKBONE = "backbone."
-CODE = (configuration_xgram, decoder_layers, decoder_batched_sites, decoder_methods, decoder, modeling_xgram)
+TABLES = "tables.views."
+"""What the names of rows begin with; they have files of their own, which a server maps instead of loading them."""
+CODE = (
+    configuration_xgram,
+    decoder_layers,
+    decoder_batched_sites,
+    decoder_methods,
+    decoder_tables,
+    decoder,
+    modeling_xgram,
+)
 """Modules that are copied into the folder."""
+
+
+ReadRows = Callable[[int, int], Tensor]
 
 
 @dataclass(frozen=True)
@@ -65,22 +79,33 @@ class TensorStream:
 
 
 def write_shards(folder: Path, tensors: dict[str, TensorStream], progress: Callable[[int], None]) -> int:
-    """Write one safetensors file, or several with an index; returns the bytes. `progress` gets the bytes written."""
-    shards: list[dict[str, TensorStream]] = [{}]
-    for name, stream in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
-        if shards[-1] and sum(one.nbytes for one in shards[-1].values()) + stream.nbytes > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = stream
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, start=1):
-        file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
-        _write_shard(folder / file, shard, progress)
-        weight_map |= dict.fromkeys(shard, file)
+    """Write safetensors files, with an index if there are several; returns the bytes. `progress` gets the bytes
+    written."""
+    backbone = {name: stream for name, stream in tensors.items() if not name.startswith(TABLES)}
+    rows = {name: stream for name, stream in tensors.items() if name.startswith(TABLES)}
+    files = {}
+    for kind, members in (("backbone" if rows else "model", backbone), ("tables", rows)):
+        shards = _shards(members)
+        for number, shard in enumerate(shards, start=1):
+            files[kind if len(shards) == 1 else f"{kind}-{number:05d}-of-{len(shards):05d}"] = shard
+    for name, shard in files.items():
+        _write_shard(folder / f"{name}.safetensors", shard, progress)
     total = sum(stream.nbytes for stream in tensors.values())
-    if len(shards) > 1:
+    if len(files) > 1:
+        weight_map = {tensor: f"{name}.safetensors" for name, shard in files.items() for tensor in shard}
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         (folder / INDEX).write_text(json.dumps(index, indent=1), encoding="utf-8")
     return total
+
+
+def _shards(tensors: dict[str, TensorStream]) -> list[dict[str, TensorStream]]:
+    """The tensors of each file. Wide dtypes come first, so that every tensor is aligned."""
+    shards: list[dict[str, TensorStream]] = []
+    for name, stream in sorted(tensors.items(), key=lambda item: -item[1].dtype.itemsize):
+        if not shards or sum(one.nbytes for one in shards[-1].values()) + stream.nbytes > SHARD_BYTES:
+            shards.append({})
+        shards[-1][name] = stream
+    return shards
 
 
 def _write_shard(path: Path, tensors: dict[str, TensorStream], progress: Callable[[int], None]) -> None:
@@ -105,12 +130,23 @@ class ExportedWeights:
     tables: list[dict[str, Any]]
     accesses: list[int]
     """Accesses of each view; empty without routing."""
-    gated: bool
     keys: list[int]
     """Sizes of the arrays by which n-grams are looked up."""
 
+    def add_view(self, widths: dict[str, int], num_rows: int, row_format: str, read: ReadRows) -> None:
+        """Tables that stand side by side. `read(start, stop)`: rows of all of them in fp32."""
+        number = len({table["view"] for table in self.tables})
+        self.tables.extend({"name": n, "rows": num_rows, "width": w, "view": number} for n, w in widths.items())
+        stored = RowFormat(row_format, tuple(widths.values()))
+        shape = (num_rows, stored.stored_width)
 
-def xgram_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> ExportedWeights:
+        def encoded(start: int, stop: int) -> Tensor:
+            return stored.encode(read(start, stop))
+
+        self.streams[f"{TABLES}{number}.rows"] = rows_stream(encoded, shape, stored.dtype)
+
+
+def xgram_weights(checkpoint: Checkpoint, dtype: torch.dtype, row_format: str) -> ExportedWeights:
     """The tensors of a checkpoint under the names of our modelling code."""
     reader = checkpoint.reader
     computed = method_of(checkpoint.config).computed_parameters
@@ -120,37 +156,29 @@ def xgram_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> ExportedWeights
     streams |= {
         f"key_map.array_{n}": _whole(torch.from_numpy(array.astype(np.int64))) for n, array in enumerate(arrays)
     }
-    keys = [len(array) for array in arrays]
+    weights = ExportedWeights(streams, [], [], [len(array) for array in arrays])
     tables = checkpoint.tables()
     if tables is None or isinstance(tables, MappedTables):
-        return _with_trained_tables(reader, ExportedWeights(streams, [], [], False, keys), dtype)
-    listed = []
-    for name, (rows, width) in tables.shapes.items():
-        listed.append({"name": name, "rows": rows, "width": width, "view": 0})
-        read = functools.partial(_computed_rows, tables, name)
-        streams[f"tables.{module_name(name)}.rows"] = _rows(read, (rows, width), dtype)
-    return ExportedWeights(streams, listed, [], False, keys)
+        _add_trained_tables(reader, weights, row_format)
+    else:
+        num_rows = {rows for rows, _ in tables.shapes.values()}
+        assert len(num_rows) == 1, "computed tables have the same keys"
+        widths = {name: width for name, (_, width) in tables.shapes.items()}
+        weights.add_view(widths, num_rows.pop(), row_format, functools.partial(_computed_rows, tables))
+    return weights
 
 
-def _with_trained_tables(reader: CheckpointReader, weights: ExportedWeights, dtype: torch.dtype) -> ExportedWeights:
-    """Add rows in global order, caught up; gates and token -> row maps where there are any."""
-    num_rows = table_layout(reader.config).num_rows
-    if num_rows > ALL_ROWS and reader.manifest.version == TOUCHED_VERSION:
+def _add_trained_tables(reader: CheckpointReader, weights: ExportedWeights, row_format: str) -> None:
+    """Add rows in global order, caught up, times their gates; token -> row maps where there are any."""
+    layout = table_layout(reader.config)
+    if layout.num_rows > ALL_ROWS and reader.manifest.version == TOUCHED_VERSION:
         raise UserError(
-            f"'{reader.folder}' saves touched rows of tables of {num_rows:,}, and an exported model has all of them: "
-            f"too many; use 'generate' and 'eval', which read the checkpoint itself"
+            f"'{reader.folder}' saves touched rows of tables of {layout.num_rows:,}, and an exported model has all of "
+            f"them: too many; use 'generate' and 'eval', which read the checkpoint itself"
         )
-    gated = False
-    for number, slab in enumerate(table_layout(reader.config).slabs):
-        for table in slab.tables:
-            weights.tables.append({"name": table.name, "rows": slab.rows, "width": table.width, "view": number})
-            prefix, saved = f"tables.{module_name(table.name)}", f"tables.{table.name}"
-            read = functools.partial(_table_rows, reader, f"{saved}.rows")
-            weights.streams[f"{prefix}.rows"] = _rows(read, (slab.rows, table.width), dtype)
-            if f"{saved}.gates" in reader.manifest.tensors:
-                gated = True
-                read = functools.partial(_table_rows, reader, f"{saved}.gates")
-                weights.streams[f"{prefix}.gates"] = _rows(read, (slab.rows,), torch.float32)
+    for number, slab in enumerate(layout.slabs):
+        widths = {table.name: table.width for table in slab.tables}
+        weights.add_view(widths, slab.rows, row_format, functools.partial(_trained_rows, reader, list(widths)))
         if reader.routing is not None:
             view = reader.routing.views[slab.view]
             weights.accesses.append(len(view.rows))
@@ -159,8 +187,7 @@ def _with_trained_tables(reader: CheckpointReader, weights: ExportedWeights, dty
                 ("rows", view.rows.astype(np.int64)),
                 ("coefficients", view.coefficients),
             ):
-                weights.streams[f"views.{number}.{key}"] = _whole(torch.from_numpy(values.copy()))
-    return dataclasses.replace(weights, gated=gated)
+                weights.streams[f"tables.routes.{number}.{key}"] = _whole(torch.from_numpy(values.copy()))
 
 
 STOCK_NAMES = {
@@ -210,15 +237,23 @@ def _parameter(reader: CheckpointReader, name: str, dtype: torch.dtype) -> Tenso
     return TensorStream(shape, exported_dtype, lambda: iter([reader.tensor(BACKBONE + name)]))
 
 
-def _table_rows(reader: CheckpointReader, name: str, start: int, stop: int) -> Tensor:
-    return reader.table_rows(name, np.arange(start, stop))
+def _trained_rows(reader: CheckpointReader, tables: list[str], start: int, stop: int) -> Tensor:
+    """Rows of these tables side by side, times their gates."""
+    rows, columns = np.arange(start, stop), []
+    for name in tables:
+        values = reader.table_rows(f"tables.{name}.rows", rows).float()
+        if f"tables.{name}.gates" in reader.manifest.tensors:
+            values = values * torch.sigmoid(reader.table_rows(f"tables.{name}.gates", rows).float())[:, None]
+        columns.append(values)
+    return torch.cat(columns, 1)
 
 
-def _computed_rows(tables: ComputedTables, name: str, start: int, stop: int) -> Tensor:
-    return tables.vectors(torch.arange(start, stop))[name].cpu()
+def _computed_rows(tables: ComputedTables, start: int, stop: int) -> Tensor:
+    vectors = tables.vectors(torch.arange(start, stop))
+    return torch.cat([vectors[name].cpu().float() for name in tables.shapes], 1)
 
 
-def _rows(read: Callable[[int, int], Tensor], shape: tuple[int, ...], dtype: torch.dtype) -> TensorStream:
+def rows_stream(read: ReadRows, shape: tuple[int, ...], dtype: torch.dtype) -> TensorStream:
     """A stream of `read(start, stop)` rows."""
     step = max(1, BLOCK_ELEMENTS // math.prod(shape[1:]))
 
@@ -233,15 +268,18 @@ def _whole(tensor: Tensor) -> TensorStream:
     return TensorStream(tuple(tensor.shape), tensor.dtype, lambda: iter([tensor]))
 
 
-def export_hf(checkpoint: Checkpoint, target: Path, precision: str) -> dict[str, Any]:
-    """Write the folder; returns what was written, in figures."""
+def export_hf(
+    checkpoint: Checkpoint, target: Path, precision: str, row_format: str | None = None, stock: bool = True
+) -> dict[str, Any]:
+    """Write the folder; returns what was written, in figures. `row_format`: of tables (`decoder_tables.ROW_FORMATS`;
+    None: `precision`). `stock`: use an architecture of transformers where one computes the model."""
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise UserError(f"'{target}' is not empty; choose a folder that is empty or does not exist")
     unfinished = target.with_name(f".{target.name}.part")
     try:
         shutil.rmtree(unfinished, ignore_errors=True)
         unfinished.mkdir(parents=True)
-        figures = _write(checkpoint, unfinished, precision)
+        figures = _write(checkpoint, unfinished, precision, row_format or precision, stock)
         if target.exists():
             target.rmdir()
         unfinished.rename(target)
@@ -256,13 +294,16 @@ def stock_reason(checkpoint: Checkpoint) -> str | None:
     """Why no stock architecture of transformers computes this model; None: one does."""
     if not method_of(checkpoint.config).backbone_only:
         return "its tables are in no architecture of transformers"
-    if checkpoint.config.model.document_masking:
+    model = checkpoint.config.model
+    if model.document_masking:
         return "no architecture of transformers masks documents within a sequence"
+    if (model.norms, model.qk_norm, model.head_width, model.rope_scaling.factor) != ("before", "width", None, 1):
+        return "its norms, heads or rotary frequencies are not those of OLMoE"
     return None
 
 
-def _write(checkpoint: Checkpoint, folder: Path, precision: str) -> dict[str, Any]:
-    dtype, reason = DTYPES[precision], stock_reason(checkpoint)
+def _write(checkpoint: Checkpoint, folder: Path, precision: str, row_format: str, stock: bool) -> dict[str, Any]:
+    dtype, reason = DTYPES[precision], stock_reason(checkpoint) if stock else "none of transformers is wanted"
     common = {
         "torch_dtype": str(dtype).removeprefix("torch."),
         "eos_token_id": checkpoint.tokenizer.end_of_text,
@@ -273,7 +314,7 @@ def _write(checkpoint: Checkpoint, folder: Path, precision: str) -> dict[str, An
     if reason is None:
         streams, config = stock_weights(checkpoint, dtype), _stock_config(checkpoint) | common
     else:
-        weights = xgram_weights(checkpoint, dtype)
+        weights = xgram_weights(checkpoint, dtype, row_format)
         streams = weights.streams
         config = common | {
             "architectures": ["XgramForCausalLM"],
@@ -285,7 +326,7 @@ def _write(checkpoint: Checkpoint, folder: Path, precision: str) -> dict[str, An
             "spec": dataclasses.asdict(checkpoint.spec()),
             "tables": weights.tables,
             "accesses": weights.accesses,
-            "gated": weights.gated,
+            "row_format": row_format,
             "keys": weights.keys,
         }
         for module in CODE:
@@ -301,6 +342,8 @@ def _write(checkpoint: Checkpoint, folder: Path, precision: str) -> dict[str, An
         "bytes": size,
         "tensors": len(streams),
         "dtype": precision,
+        "tables": config.get("row_format"),
+        "table_bytes": sum(stream.nbytes for name, stream in streams.items() if name.startswith(TABLES)),
         "architecture": config["architectures"][0],
         "remote_code": reason,
         "tokenizer": with_tokenizer,
@@ -350,6 +393,19 @@ def _write_tokenizer(checkpoint: Checkpoint, folder: Path) -> bool:
     return True
 
 
+def _publishable(recipe: Config) -> Config:
+    """Without the paths and addresses of the machine it was trained on."""
+    nowhere: dict[str, Any] = {"path": None, "remote": None}
+    stages = tuple(stage.model_copy(update=nowhere) for stage in recipe.data.stages)
+    data = recipe.data.model_copy(update={**nowhere, "cache": None, "stages": stages})
+    memory = recipe.memory.model_copy(
+        update={"folder": None, "routing": recipe.memory.routing.model_copy(update={"file": None, "frequencies": None})}
+    )
+    return recipe.model_copy(
+        update={"data": data, "memory": memory, "eval": recipe.eval.model_copy(update={"data": None})}
+    )
+
+
 def _card(checkpoint: Checkpoint, config: dict[str, Any], reason: str | None, with_tokenizer: bool) -> str:
     budget, run, recipe = plan_budget(checkpoint.config), checkpoint.reader.facts, checkpoint.config
     tokens = run["loader"]["position"] * recipe.model.sequence_length
@@ -379,7 +435,7 @@ tags: [x-gram]
 | tables | {tables if budget.table_parameters else "none"} |
 | method | {recipe.memory.method} |
 | context | {recipe.model.sequence_length:,} tokens |
-| weights | {config["torch_dtype"]} |
+| weights | {config["torch_dtype"]}; tables {config.get("row_format", "none")} |
 | data | fingerprint `{run["loader"]["fingerprint"][:16]}` |
 | tokenizer | sha256 `{checkpoint.tokenizer.sha256[:16]}` |
 | written by | xgram-dist {__version__} |
@@ -396,7 +452,7 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER{trust})
 <details><summary>The recipe</summary>
 
 ```yaml
-{dump_config(recipe)}```
+{dump_config(_publishable(recipe))}```
 
 </details>
 """

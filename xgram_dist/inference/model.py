@@ -17,8 +17,9 @@ from xgram_dist.data.tokenizer import Tokenizer, load_tokenizer
 from xgram_dist.errors import UserError
 from xgram_dist.inference.hf.decoder import Cache, Decoder, Spec
 from xgram_dist.inference.hf.decoder_methods import KeyMap
-from xgram_dist.inference.mapped_tables import MappedTables
-from xgram_dist.model.methods.base import ComputedTables, method_of
+from xgram_dist.inference.hf.decoder_tables import RowFormat
+from xgram_dist.inference.mapped_tables import MappedTables, StoredTables
+from xgram_dist.model.methods.base import ComputedTables, method_of, table_layout
 from xgram_dist.optim.schedule import warmup_factor
 from xgram_dist.parallel.device import DTYPES, to_device
 
@@ -68,19 +69,33 @@ class Checkpoint:
         key_map.load(arrays)
         return key_map
 
-    def tables(self, device: torch.device = HOST) -> MappedTables | ComputedTables | None:
-        """`device`: where computed tables are computed."""
+    def tables(self, device: torch.device = HOST, row_format: str = "fp32") -> MappedTables | ComputedTables | None:
+        """`device`: where computed tables are computed. `row_format`: rows are as `export --tables` stores them."""
         method = method_of(self.config)
         if method.trains_tables:
-            return MappedTables(self.reader)
+            return MappedTables(self.reader, row_format)
 
         def read(name: str, target: Tensor) -> None:
             self.reader.read_tensor(f"backbone.{name}", target)
 
-        return method.computed_tables(read, self.reader.ngram_keys, device)
+        computed = method.computed_tables(read, self.reader.ngram_keys, device)
+        return computed if computed is None or row_format == "fp32" else StoredTables(computed, row_format)
 
-    def load(self, device: torch.device, precision: str | None = None) -> "Model":
-        """`precision`: fp32 or bf16; None: the run's."""
+    def table_bytes(self, row_format: str) -> int:
+        """Of exported rows."""
+        tables = self.tables()
+        if tables is None:
+            return 0
+        if isinstance(tables, MappedTables):
+            layout = table_layout(self.config)
+            views = [(slab.rows, tuple(table.width for table in slab.tables)) for slab in layout.slabs]
+        else:
+            rows = max(rows for rows, _ in tables.shapes.values())
+            views = [(rows, tuple(width for _, width in tables.shapes.values()))]
+        return sum(rows * RowFormat(row_format, widths).nbytes for rows, widths in views)
+
+    def load(self, device: torch.device, precision: str | None = None, row_format: str = "fp32") -> "Model":
+        """`precision`: fp32 or bf16; None: the run's. `row_format`: see `tables`."""
         with torch.device("meta"):
             decoder = Decoder(self.spec())
         decoder.to_empty(device=device)
@@ -91,7 +106,7 @@ class Checkpoint:
                 parameter.data = parameter.data.to(dtype)
             self.reader.read_tensor(f"backbone.{name}", parameter.data)
         decoder.requires_grad_(False)
-        return Model(self, decoder.eval(), self.tables(device), device)
+        return Model(self, decoder.eval(), self.tables(device, row_format), device)
 
 
 class Model:
@@ -167,6 +182,10 @@ def spec_of(config: Config, step: int, end_of_text: int) -> Spec:
             "rope_theta": model.rope_theta,
             "norm_eps": model.norm_eps,
             "document_end": end_of_text if model.document_masking else None,
+            "head_width": model.head_width,
+            "norms_after": model.norms == "after",
+            "qk_norm": model.qk_norm,
+            "rope_scaling": None if model.rope_scaling.factor == 1 else model.rope_scaling.model_dump(),
             **method_of(config).decoder_spec(warmup_factor(config, step)),
         }
     )

@@ -87,3 +87,18 @@ def test_data_of_another_tokenizer_is_refused(run, tmp_path: Path, capsys: pytes
     assert main(["prepare", "--source", f"web={tmp_path / 'raw.jsonl'}", *words, *out]) == 0
     assert main(["perplexity", str(run[0]), str(tmp_path / "other")]) == 2
     assert "was made with another tokenizer" in capsys.readouterr().err
+
+
+def test_row_formats_are_compared_with_the_first(run, data: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = str(run[0]), str(data), "--tables"
+    formats = figures(capsys, *words, "fp32", "int4")["tables"]
+    for row_format, found in formats.items():
+        alone = figures(capsys, *words, row_format)
+        assert found["all"] == alone["all"]
+        assert found["bands"] == alone["bands"]
+    assert 4 < formats["fp32"]["table_bytes"] / formats["int4"]["table_bytes"] < 8
+    assert main(["perplexity", *words, "fp32", "int4"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    change = 100 * (formats["int4"]["all"]["perplexity"] / formats["fp32"]["all"]["perplexity"] - 1)
+    assert f"{formats['fp32']['all']['perplexity']:.2f}" in lines[2]
+    assert f"{change:+.3f} %" in lines[3]

@@ -12,6 +12,7 @@ from inference_helpers import recipe, some_tokens, trained
 from xgram_dist.cli.main import main
 from xgram_dist.inference import export as shards
 from xgram_dist.inference.generate import generate
+from xgram_dist.inference.hf.decoder_tables import RowFormat
 from xgram_dist.inference.model import Checkpoint
 
 CPU = torch.device("cpu")
@@ -87,12 +88,57 @@ def test_the_folder_needs_nothing_of_ours_and_has_its_tokenizer(runs: dict[str, 
 def test_many_shards_are_one_model(runs: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shards, "SHARD_BYTES", 100_000)
     assert main(["export", str(runs["hashed"]), "--to", "hf", str(tmp_path / "hf")]) == 0
-    assert len(list((tmp_path / "hf").glob("model-*-of-*.safetensors"))) > 2
+    assert len(list((tmp_path / "hf").glob("backbone-*-of-*.safetensors"))) > 1
+    assert len(list((tmp_path / "hf").glob("tables-*-of-*.safetensors"))) > 1
     ours = Checkpoint.find(runs["hashed"]).load(CPU)
     tokens = some_tokens(ours.checkpoint.config, 1, 24)
     with torch.no_grad():
         found = loaded(tmp_path / "hf")(tokens).logits
     torch.testing.assert_close(found, ours.logits(ours.hidden(tokens)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("row_format", "bits", "error"), [("bf16", 16, 2**-8), ("fp8", 8, 2**-4), ("int8", 8, 2**-7)])
+def test_stored_rows_are_as_near_as_their_bits_allow(row_format: str, bits: int, error: float) -> None:
+    stored = RowFormat(row_format, (40, 24))
+    rows = torch.randn(50, 64, generator=torch.Generator().manual_seed(0)) * torch.logspace(-6, 2, 50)[:, None]
+    rows[7] = 0
+    encoded = stored.encode(rows)
+    assert encoded.shape == (50, stored.stored_width)
+    scales = 0 if row_format == "bf16" else 2 * 16
+    assert encoded[0].numel() * encoded.element_size() * 8 == 64 * bits + scales
+    largest = torch.cat([part.abs().amax(1, keepdim=True).expand_as(part) for part in rows.split((40, 24), 1)], 1)
+    assert ((stored.decode(encoded) - rows).abs() <= error * largest).all()
+
+
+def test_int4_rows_have_a_scale_for_32_values() -> None:
+    stored = RowFormat("int4", (40, 25))  # groups of 32, 8 and 25; an odd number of columns
+    rows = torch.randn(50, 65, generator=torch.Generator().manual_seed(0))
+    rows[:, 32:40] *= 1000
+    encoded = stored.encode(rows)
+    assert encoded.shape == (50, 33 + 2 * 3)
+    for part, found in zip(rows.split((32, 8, 25), 1), stored.decode(encoded).split((32, 8, 25), 1), strict=True):
+        assert ((part - found).abs() <= 0.51 / 7 * part.abs().amax(1, keepdim=True) * 1.01).all()
+
+
+@pytest.mark.parametrize("name", ["hashed", "own-rows"])
+@pytest.mark.parametrize(("row_format", "nearer"), [("int8", 0.02), ("fp8", 0.1), ("int4", 0.4)])
+def test_a_folder_with_quantised_tables_is_nearly_the_same_model(
+    runs: dict[str, Path], name: str, row_format: str, nearer: float, tmp_path: Path
+) -> None:
+    assert main(["export", str(runs[name]), "--to", "hf", str(tmp_path / "hf"), "--tables", row_format]) == 0
+    ours = Checkpoint.find(runs[name]).load(CPU)
+    tokens = some_tokens(ours.checkpoint.config, 3, 24)
+    exact = ours.logits(ours.hidden(tokens))
+    with torch.no_grad():
+        found = loaded(tmp_path / "hf")(tokens).logits
+        zeroed = loaded(tmp_path / "hf")
+        for view in zeroed.tables.views:
+            view.rows.zero_()
+        without = zeroed(tokens).logits
+    assert 0 < (found - exact).norm() < nearer * (without - exact).norm()
+    # The checkpoint itself, read as it would be exported.
+    read = Checkpoint.find(runs[name]).load(CPU, row_format=row_format)
+    torch.testing.assert_close(found, read.logits(read.hidden(tokens)), rtol=1e-4, atol=1e-4)
 
 
 def test_damaged_rows_are_not_exported(

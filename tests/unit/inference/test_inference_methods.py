@@ -128,13 +128,13 @@ def test_the_exported_folder_is_the_same_model(run: tuple[Trainer, Path], model:
     mask = torch.tensor([[1] * 9, [0] * 4 + [1] * 5])
     made = theirs.generate(padded, attention_mask=mask, max_new_tokens=8, do_sample=False, eos_token_id=None)
     assert made[:, 9:].tolist() == [list(row) for row in expected]
-    names = {name.split(".")[1] for name, _ in theirs.named_parameters() if name.startswith("tables.")}
+    names = {table["name"] for table in theirs.config.tables}
     method = model.checkpoint.config.memory.method
     if method == "mole":
-        assert names == {f"layers_{layer}_experts_{expert}" for layer in range(2) for expert in range(2)}
+        assert names == {f"layers.{layer}.experts.{expert}" for layer in range(2) for expert in range(2)}
         assert not any("experts.experts" in name for name, _ in theirs.named_parameters())
     if method == "scone":
-        assert names == {"layers_all_input_0"}
+        assert names == {"layers.all.input.0"}
         assert not any("side" in name for name, _ in theirs.named_parameters())
 
 

@@ -14,15 +14,15 @@ class XgramConfig(PretrainedConfig):  # type: ignore[misc]
         spec: dict[str, Any] | None = None,
         tables: list[dict[str, Any]] | None = None,
         accesses: list[int] | None = None,
-        gated: bool = False,
+        row_format: str = "fp32",
         keys: list[int] | None = None,
         **kwargs: Any,
     ):
         """`spec`: see `decoder.Spec`. `tables`: name, rows, width and view of each. `accesses`: length of each view's
-        access lists; empty where row = token id. `gated`: whether rows have gates. `keys`: sizes of the arrays by which
-        n-grams are looked up."""
+        access lists; empty where row = token id. `row_format`: see `decoder_tables.RowFormat`. `keys`: sizes of the
+        arrays by which n-grams are looked up."""
         self.keys = keys or []
-        self.spec, self.tables, self.accesses, self.gated = spec or {}, tables or [], accesses or [], gated
+        self.spec, self.tables, self.accesses, self.row_format = spec or {}, tables or [], accesses or [], row_format
         # Under the names that transformers and other tools read.
         self.vocab_size = self.spec.get("vocabulary", 0)
         self.hidden_size = self.spec.get("width", 0)

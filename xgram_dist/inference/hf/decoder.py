@@ -10,6 +10,7 @@ Shapes: B batch, P positions in the cache, T new ones, D width, C key/value widt
 width, W width of a site, U distinct tokens, V vocabulary.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -73,12 +74,36 @@ class Spec:
     """Convolutions have a gate branch."""
     document_end: int | None = None
     """With document masking, the token that ends a document."""
+    head_width: int | None = None
+    """None: width / heads."""
+    norms_after: bool = False
+    """Norms are of the outputs of attention and feed-forward, not of their inputs."""
+    qk_norm: str = "width"
+    """width: over all heads; head: over each; none."""
+    rope_scaling: Mapping[str, float] | None = None
+    """factor, low_frequency, high_frequency and original_length."""
+
+    @property
+    def width_of_head(self) -> int:
+        return self.head_width or self.width // self.heads
 
     @staticmethod
     def of(tree: Mapping[str, Any]) -> "Spec":
         sites = tuple(Injection(**{**site, "taps": tuple(site["taps"])}) for site in tree.get("injections", ()))
         own = None if tree.get("method_site") is None else MethodSite.of(tree["method_site"])
         return Spec(**{**tree, "injections": sites, "method_site": own})
+
+
+def rotary_rates(spec: Spec, device: torch.device) -> Tensor:
+    """Angle of each pair of dimensions from a position to the next [K/2], in fp64."""
+    width = spec.width_of_head
+    rates = spec.rope_theta ** -(torch.arange(0, width, 2, dtype=torch.float64, device=device) / width)
+    if spec.rope_scaling is None:
+        return rates
+    scaling = spec.rope_scaling
+    turns = scaling["original_length"] * rates / (2 * math.pi)
+    kept = (turns - scaling["low_frequency"]) / (scaling["high_frequency"] - scaling["low_frequency"])
+    return torch.lerp(rates / scaling["factor"], rates, kept.clamp(0, 1))
 
 
 class Cache(ConvolutionCache):
@@ -173,11 +198,15 @@ class Attention(nn.Module):
     def __init__(self, spec: Spec, layer: int):
         super().__init__()
         self.layer, self.heads, self.kv_heads = layer, spec.heads, spec.kv_heads
-        self.head_width = spec.width // spec.heads
-        kv_width = spec.kv_heads * self.head_width
-        self.query, self.key = linear(spec.width, spec.width), linear(spec.width, kv_width)
-        self.value, self.output = linear(spec.width, kv_width), linear(spec.width, spec.width)
-        self.query_norm, self.key_norm = RMSNorm(spec.width, spec.norm_eps), RMSNorm(kv_width, spec.norm_eps)
+        self.head_width, self.qk_norm = spec.width_of_head, spec.qk_norm
+        q_width, kv_width = spec.heads * self.head_width, spec.kv_heads * self.head_width
+        self.query, self.key = linear(spec.width, q_width), linear(spec.width, kv_width)
+        self.value, self.output = linear(spec.width, kv_width), linear(q_width, spec.width)
+        self.query_norm: nn.Module | None = None
+        self.key_norm: nn.Module | None = None
+        if spec.qk_norm != "none":
+            widths = (self.head_width, self.head_width) if spec.qk_norm == "head" else (q_width, kv_width)
+            self.query_norm, self.key_norm = (RMSNorm(width, spec.norm_eps) for width in widths)
 
     def forward(self, x_BTD: Tensor, deltas: Mapping[str, Tensor], at: Positions, cache: Any) -> Tensor:
         q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
@@ -188,8 +217,8 @@ class Attention(nn.Module):
             k = k + deltas["k"]
         if "v" in deltas:
             v = v + deltas["v"]
-        q = self._rotated(self.query_norm(q), self.heads, at)
-        k = self._rotated(self.key_norm(k), self.kv_heads, at)
+        q = self._rotated(q, self.query_norm, self.heads, at)
+        k = self._rotated(k, self.key_norm, self.kv_heads, at)
         v = v.unflatten(-1, (self.kv_heads, self.head_width)).transpose(1, 2)
         if cache is not None:
             k, v = cache.update(k, v, self.layer)
@@ -204,8 +233,13 @@ class Attention(nn.Module):
         out = self.output(mixed.transpose(1, 2).flatten(2))
         return out + deltas["o"] if "o" in deltas else out
 
-    def _rotated(self, x_BTC: Tensor, heads: int, at: Positions) -> Tensor:
-        first, second = at_least_fp32(x_BTC.unflatten(-1, (heads, self.head_width)).transpose(1, 2)).chunk(2, dim=-1)
+    def _rotated(self, x_BTC: Tensor, norm: nn.Module | None, heads: int, at: Positions) -> Tensor:
+        if norm is not None and self.qk_norm == "width":
+            x_BTC = norm(x_BTC)
+        x_BTHK = x_BTC.unflatten(-1, (heads, self.head_width))
+        if norm is not None and self.qk_norm == "head":
+            x_BTHK = norm(x_BTHK)
+        first, second = at_least_fp32(x_BTHK.transpose(1, 2)).chunk(2, dim=-1)
         turned = (first * at.cos - second * at.sin, second * at.cos + first * at.sin)
         return torch.cat(turned, dim=-1).to(x_BTC.dtype)
 
@@ -225,10 +259,12 @@ class SwiGLU(nn.Module):
 
 
 class Block(nn.Module):
-    """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x); sites of methods as in training."""
+    """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x); or, with norms after,
+    x + norm(attention(x)) and x + norm(ffn(x)). Sites of methods as in training."""
 
     def __init__(self, spec: Spec, layer: int):
         super().__init__()
+        self.norms_after = spec.norms_after
         self.attention_norm = RMSNorm(spec.width, spec.norm_eps)
         self.attention = Attention(spec, layer)
         self.ffn_norm = RMSNorm(spec.width, spec.norm_eps)
@@ -256,11 +292,14 @@ class Block(nn.Module):
             x = x + deltas.pop("h")
         if self.method_site == "ngram":
             x = self.sites["ngram"](x, values, at, cache)
-        x = x + self.attention(self.attention_norm(x), deltas, at, cache)
-        normed = self.ffn_norm(x)
+        attended = self.attention(x if self.norms_after else self.attention_norm(x), deltas, at, cache)
+        x = x + (self.attention_norm(attended) if self.norms_after else attended)
+        normed = x if self.norms_after else self.ffn_norm(x)
         out = self.ffn(normed, self.sites["up"](values, at, x.dtype) if self.method_site == "up" else None)
         if self.method_site == "ffn":
             out = self.sites["ffn"](out, values, at)
+        if self.norms_after:
+            out = self.ffn_norm(out)
         if self.method_site in ("block", "experts"):
             out = out + self.sites[self.method_site](normed, values, at)
         return x + out
@@ -319,8 +358,7 @@ class Decoder(nn.Module):
         order = torch.arange(past + new, device=device)
         where = order[past:] if real is None else (real.long().cumsum(1) - 1).clamp_min(0)[:, past:]
         # Angles in fp64, as in training: far positions would lose digits.
-        exponents = torch.arange(0, self.spec.width // self.spec.heads, 2, dtype=torch.float64, device=device)
-        rates = self.spec.rope_theta ** -(exponents / (self.spec.width // self.spec.heads))
+        rates = rotary_rates(self.spec, device)
         angles = where[..., None].double() * rates
         if real is not None:
             angles = angles[:, None]
@@ -349,16 +387,3 @@ class Decoder(nn.Module):
         if cache is not None:
             cache.documents, cache.next_document = documents, counted[:, -1]
         return documents
-
-
-def accesses_of(tokens_U: Tensor, offsets: Tensor) -> tuple[Tensor, Tensor]:
-    """Indices [N] of the tokens' access lists in a routing's arrays, and where each token's list begins [U]."""
-    first, counts = offsets[tokens_U], offsets[tokens_U + 1] - offsets[tokens_U]
-    starts = counts.cumsum(0) - counts
-    order = torch.arange(int(counts.sum()), device=tokens_U.device)
-    return order + (first - starts).repeat_interleave(counts), starts
-
-
-def combined(rows_RW: Tensor, index_N: Tensor, starts_U: Tensor, weights_N: Tensor) -> Tensor:
-    """One vector for each token [U, W]: the weighted sum of the rows it reads."""
-    return F.embedding_bag(index_N, rows_RW, starts_U, mode="sum", per_sample_weights=weights_N)

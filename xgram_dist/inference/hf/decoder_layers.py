@@ -20,29 +20,40 @@ class ConvolutionCache:
     def __init__(self) -> None:
         self.recent: dict[str, Tensor] = {}
         """[B, reach, W], by the name of a view."""
-        self.stacked: dict[tuple[str, ...], Tensor] = {}
-        """The same for stacked views [B, reach, J, W], while tokens come one at a time."""
+        self.stacked: list[tuple[dict[str, int], Tensor]] = []
+        """In place of `recent`, while tokens come one at a time: the reach of each of J views, and the vectors of all
+        of them [B, longest reach, J, W]."""
         self.documents: Tensor | None = None
         """[B, P], where documents or padding matter."""
         self.next_document: Tensor | None = None
 
     def extend(self, name: str, new_BTW: Tensor, reach: int) -> Tensor:
         """The new vectors with the `reach` before them [B, reach + T, W]; zeros before the sequence."""
+        self.unstack()
         before = self.recent.get(name)
         whole = F.pad(new_BTW, (0, 0, reach, 0)) if before is None else torch.cat((before, new_BTW), 1)
         self.recent[name] = whole[:, whole.shape[1] - reach :]
-        self.stacked.clear()
         return whole
 
-    def extend_stacked(self, names: tuple[str, ...], new_BJW: Tensor, reach: int) -> Tensor:
-        """As `extend`, for one new vector of each of these views [B, reach + 1, J, W]."""
-        before = self.stacked.get(names)
-        if before is None:
-            before = torch.stack([self.recent[name] for name in names], 2)
-        whole = torch.cat((before, new_BJW[:, None]), 1)
-        self.stacked[names] = kept = whole[:, whole.shape[1] - reach :]
-        self.recent.update(zip(names, kept.unbind(2), strict=True))
+    def extend_stacked(self, reaches: dict[str, int], new_BJW: Tensor) -> Tensor:
+        """As `extend`, for one new vector of each of these views [B, longest reach + 1, J, W]."""
+        for number, (members, before) in enumerate(self.stacked):
+            if members == reaches:
+                whole = torch.cat((before, new_BJW[:, None]), 1)
+                self.stacked[number] = reaches, whole[:, 1:]
+                return whole
+        longest = max(reaches.values())
+        padded = [F.pad(self.recent[name], (0, 0, longest - reach, 0)) for name, reach in reaches.items()]
+        whole = torch.cat((torch.stack(padded, 2), new_BJW[:, None]), 1)
+        self.stacked.append((reaches, whole[:, 1:]))
         return whole
+
+    def unstack(self) -> None:
+        """Bring `recent` up to date."""
+        for reaches, kept in self.stacked:
+            for number, (name, reach) in enumerate(reaches.items()):
+                self.recent[name] = kept[:, kept.shape[1] - reach :, number]
+        self.stacked.clear()
 
 
 @dataclass

@@ -196,10 +196,14 @@ class KeyMap(nn.Module):
         whole = shown[..., None]
         whole = F.pad(whole, (0, 0, reach, 0)) if cache is None else cache.extend("tokens", whole, reach)
         shifted = [whole[:, reach - steps : reach - steps + new, 0] - 1 for steps in range(reach + 1)]
+        return self.keys(shifted)
+
+    def keys(self, shifted: list[Tensor]) -> Tensor:
+        """`shifted`: the token of each position, and those 1, 2, .. before it; -1: none."""
         return self._hashed(shifted) if self.site.hashing is not None else self._matched(shifted)
 
     def _hashed(self, shifted: list[Tensor]) -> Tensor:
-        """The rows of hashed n-grams. `shifted`: the token, and those 1, 2, .. before it; -1: none."""
+        """The rows of hashed n-grams."""
         hashing = self.site.hashing
         assert hashing is not None
         folding = self.get_buffer("array_0")

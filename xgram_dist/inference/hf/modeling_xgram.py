@@ -5,17 +5,17 @@ model = AutoModelForCausalLM.from_pretrained(FOLDER, trust_remote_code=True)
 
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .configuration_xgram import XgramConfig
-from .decoder import Decoder, Spec, accesses_of, combined
+from .decoder import Decoder, Spec
 from .decoder_batched_sites import BatchedSites  # noqa: F401  (transformers copies just the files that are named here)
 from .decoder_layers import ConvolutionCache
 from .decoder_methods import KeyMap
+from .decoder_tables import Tables
 
 
 class XgramCache(ConvolutionCache, DynamicCache):  # type: ignore[misc]
@@ -27,52 +27,11 @@ class XgramCache(ConvolutionCache, DynamicCache):  # type: ignore[misc]
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         DynamicCache.reorder_cache(self, beam_idx)  # type: ignore[arg-type]
-        self.stacked.clear()
+        self.unstack()
         self.recent = {name: kept.index_select(0, beam_idx.to(kept.device)) for name, kept in self.recent.items()}
         if self.documents is not None and self.next_document is not None:
             self.documents = self.documents.index_select(0, beam_idx.to(self.documents.device))
             self.next_document = self.next_document.index_select(0, beam_idx.to(self.next_document.device))
-
-
-class Table(nn.Module):
-    """Rows [S, W] of one layer, site and view, and a gate for each."""
-
-    def __init__(self, rows: int, width: int, gated: bool):
-        super().__init__()
-        self.rows = nn.Parameter(torch.zeros(rows, width))
-        self.gates = nn.Parameter(torch.zeros(rows)) if gated else None
-
-    def forward(self, index_N: Tensor, starts_U: Tensor | None, coefficients_N: Tensor | None) -> Tensor:
-        """One vector for each token, in fp32."""
-        rows_NW = F.embedding(index_N, self.rows).float()
-        if starts_U is None or coefficients_N is None:
-            return rows_NW
-        weights_N = coefficients_N.float()
-        if self.gates is not None:
-            weights_N = weights_N * torch.sigmoid(self.gates[index_N].float())
-        return combined(rows_NW, torch.arange(len(index_N), device=index_N.device), starts_U, weights_N)
-
-
-class View(nn.Module):
-    """Which rows a token reads: rows[offsets[t]:offsets[t + 1]], with their coefficients."""
-
-    offsets: Tensor
-    rows: Tensor
-    coefficients: Tensor
-
-    def __init__(self, vocabulary: int, accesses: int):
-        super().__init__()
-        self.register_buffer("offsets", torch.zeros(vocabulary + 1, dtype=torch.int64))
-        self.register_buffer("rows", torch.zeros(accesses, dtype=torch.int64))
-        self.register_buffer("coefficients", torch.zeros(accesses))
-
-    def forward(self, tokens_U: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        index_N, starts_U = accesses_of(tokens_U, self.offsets)
-        return self.rows[index_N], starts_U, self.coefficients[index_N]
-
-
-def module_name(table: str) -> str:
-    return table.replace(".", "_")
 
 
 class XgramForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
@@ -86,10 +45,7 @@ class XgramForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         site = spec.method_site
         self.decoder = Decoder(spec)
         self.key_map = KeyMap(site, spec.document_end, config.keys) if config.keys and site else None
-        self.views = nn.ModuleList(View(config.vocab_size, accesses) for accesses in config.accesses)
-        self.tables = nn.ModuleDict(
-            {module_name(table["name"]): Table(table["rows"], table["width"], config.gated) for table in config.tables}
-        )
+        self.tables = Tables(config.tables, config.accesses, config.vocab_size, config.row_format)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -114,13 +70,8 @@ class XgramForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[misc]
         keys = input_ids
         if self.key_map is not None:
             keys = self.key_map(input_ids, None if real is None else real[:, -input_ids.shape[1] :], cache)
-        tokens_U, slots = keys.unique(return_inverse=True)
-        accesses = [view(tokens_U) for view in self.views]
-        vectors = {}
-        for table in self.config.tables:
-            lists = accesses[table["view"]] if accesses else (tokens_U, None, None)
-            vectors[table["name"]] = self.tables[module_name(table["name"])](*lists)
-        return slots, vectors
+        keys_U, slots = keys.unique(return_inverse=True)
+        return slots, self.tables.by_name(self.tables(keys_U))
 
     def forward(
         self,

@@ -1,0 +1,1 @@
+"""A model exported by `xgram-dist export` in vLLM. Only vLLM imports this package, through its plugin entry point."""
