@@ -1,11 +1,15 @@
 """Fixtures that several folders of tests share."""
 
 import json
+import signal
 from pathlib import Path
 
 import pytest
 from train_helpers import make_documents
 
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    # A shell that starts the tests in the background ignores Ctrl-C, and all that it starts would, too.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 SHARED_DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 
 

@@ -75,6 +75,27 @@ def test_stage_3_is_not_compiled():
         deepspeed_config(config(zero_stage=3, train={"compile": True}), 1)
 
 
+@pytest.mark.parametrize(
+    "extra",
+    [
+        {"zero_optimization": {"reduce_bucket_size": "many"}},
+        {"zero_optimization": {"no_such_key": 1}},
+        {"activation_checkpointing": 7},
+        {"comms_logger": {"enabled": "perhaps"}},
+        {"steps_per_print": {"a": [1, {"b": "x" * 500}]}, "flops_profiler": []},
+    ],
+)
+def test_nonsense_for_deepspeed_is_one_sentence(extra):
+    made = config(extra)
+    with pytest.raises(UserError) as refused:
+        build_engine(made, tiny.model(made), single_mesh(), torch.device("cpu"))
+    assert "DeepSpeed refuses parallel.deepspeed = {" in str(refused.value)
+    assert str(refused.value).isprintable()
+    assert len(str(refused.value)) <= 400
+    if torch.distributed.is_initialized():  # DeepSpeed's world of one process
+        torch.distributed.destroy_process_group()
+
+
 def test_missing_deepspeed_names_the_way_out(monkeypatch):
     monkeypatch.setitem(sys.modules, "deepspeed", None)
     settings = config()

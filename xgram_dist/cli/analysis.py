@@ -3,6 +3,7 @@
 import argparse
 import json
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,12 @@ if TYPE_CHECKING:
 REPORT_EXAMPLES = """
   xgram-dist report runs/tiny-vanilla runs/tiny-xgram --picture runs/losses.png
   xgram-dist report runs/tiny-xgram --html runs/tiny-xgram/report.html
+  xgram-dist report runs/tiny-xgram --html --serve 8090
+"""
+WATCH_EXAMPLES = """
+  xgram-dist watch runs/tiny-xgram
+  xgram-dist watch runs/tiny-vanilla runs/tiny-xgram --every 5
+  xgram-dist watch runs/tiny-xgram --once
 """
 COMPARE_EXAMPLES = """
   xgram-dist compare recipes/tiny/vanilla.yaml recipes/tiny/xgram.yaml --seeds 0,1,2 --steps 180 --ranks 2
@@ -38,7 +45,20 @@ def add_report_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders")
     parser.add_argument("--picture", metavar="FILE", help="draw the loss curves (.png, .svg or .pdf)")
     parser.add_argument(
-        "--html", metavar="FILE", help="write a page: curves, phases, memory, exchange, restarts and more"
+        "--html",
+        metavar="FILE",
+        nargs="?",
+        const="",
+        help="write a page: curves, phases, memory, exchange, restarts and more; no file with --serve",
+    )
+    parser.add_argument(
+        "--serve",
+        metavar="PORT",
+        type=int,
+        nargs="?",
+        const=0,
+        help="with --html: serve the page on 127.0.0.1 and renew it, until Ctrl-C; the address has a token (default: "
+        "any free port)",
     )
     parser.add_argument("--json", action="store_true", help="print as JSON")
 
@@ -47,6 +67,10 @@ def run_report(args: argparse.Namespace) -> int:
     from xgram_dist.analysis.report.runs import draw_losses, read_run, summary
     from xgram_dist.console import print_table
 
+    if args.serve is not None:
+        return _serve(args)
+    if args.html == "":
+        raise UserError("--html needs a file, or --serve; for example --html report.html")
     runs = [read_run(Path(folder)) for folder in args.runs]
     summaries = [summary(run) for run in runs]
     if args.picture:
@@ -77,6 +101,42 @@ def run_report(args: argparse.Namespace) -> int:
         print(f"loss curves: {args.picture}")
     if args.html:
         print(f"page: {args.html}")
+    return 0
+
+
+def _serve(args: argparse.Namespace) -> int:
+    from xgram_dist.analysis.report.run_page import run_page
+    from xgram_dist.analysis.report.runs import read_run
+    from xgram_dist.analysis.report.serve import PageServer
+
+    if args.html != "" or args.picture or args.json:
+        raise UserError("--serve goes with --html without a file, and without --picture and --json")
+    server = PageServer(lambda: run_page([read_run(Path(folder)) for folder in args.runs]), args.serve)
+    server.page()  # a mistake in the folders is reported here
+    print(f"page: {server.address}\n(Ctrl-C ends it)", flush=True)
+    try:
+        server.serve()
+    except KeyboardInterrupt:
+        print()
+    return 0
+
+
+# watch
+
+
+def add_watch_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("runs", nargs="+", metavar="RUN", help="run folders, of running or finished runs")
+    parser.add_argument("--every", type=float, default=2.0, metavar="S", help="seconds between looks (default 2)")
+    parser.add_argument("--once", action="store_true", help="print the screen once, also into a file or a pipe")
+
+
+def run_watch(args: argparse.Namespace) -> int:
+    from xgram_dist.analysis.watch.screen import watch
+
+    if not 0.1 <= args.every <= 3600:
+        raise UserError(f"--every {args.every:g} is not between 0.1 and 3600 seconds")
+    with suppress(KeyboardInterrupt):
+        watch([Path(folder) for folder in args.runs], args.every, args.once)
     return 0
 
 
@@ -329,6 +389,7 @@ def _show_figures(
 
 COMMANDS = {
     "report": Command(REPORT_EXAMPLES, add_report_arguments, run_report),
+    "watch": Command(WATCH_EXAMPLES, add_watch_arguments, run_watch),
     "compare": Command(COMPARE_EXAMPLES, add_compare_arguments, run_compare),
     "diagnose": Command(DIAGNOSE_EXAMPLES, add_diagnose_arguments, run_diagnose),
 }

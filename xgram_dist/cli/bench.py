@@ -14,11 +14,14 @@ EXAMPLES = """
   xgram-dist bench generate           time per generated token, tables mapped from files, against vanilla's
   xgram-dist bench data --json        prepare against bare tokenization; the loader against what training consumes
   xgram-dist bench data --corpus FOLDER --tokenizer tokenizer.json
+  xgram-dist bench streaming          a run at 10 times the consumption that reads from S3, at 20 ms and 50 MB/s
   xgram-dist bench checkpoint --json --folder /scratch       saves and loads against plain files of the same size
   xgram-dist bench exchange --ranks 2 --rounds 3 --peers tools/peers --frequencies frequencies.npz
   xgram-dist bench engine --frequencies frequencies.npz      engines against bare loops; sharded tables against FSDP
   xgram-dist bench planning recipes/1.15b/engram-4x.yaml --ranks 32      planning a step against the predicted step
   xgram-dist bench tiers --json --folder /scratch            table rows in memory, on the host and on disk (as root)
+  xgram-dist bench serve --json       time per token in vLLM, against the backbone without tables (after `make serving`)
+  xgram-dist bench restart recipes/tiny/xgram.yaml           kill to first new step: the command again, and --restarts
   xgram-dist bench overlap            exchange with and without overlap, over an emulated link of 1 Gb/s (as root)
 """
 
@@ -27,20 +30,26 @@ Figures = dict[str, Any]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("what", choices=list(BENCHMARKS), help="which benchmark")
-    parser.add_argument("recipe", nargs="?", help="planning: YAML file")
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="planning: change keys of the recipe")
+    parser.add_argument("recipe", nargs="?", help="planning, restart: YAML file")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="KEY=VALUE", help="planning, restart: change keys of the recipe"
+    )
     parser.add_argument("--json", action="store_true", help="print as JSON")
     parser.add_argument(
         "--rounds",
         type=int,
-        help="rounds, in each of which all sides run (default: step 12, generate 15, overlap 4, tiers 8, others 3)",
+        help="rounds, in each of which all sides run (default: step 12, generate 15, overlap 4, serve 6, tiers 8, "
+        "others 3)",
     )
-    parser.add_argument("--vocabulary", type=int, default=32768, help="step, generate, engine (default 32768)")
-    parser.add_argument("--no-compile", action="store_true", help="step: without torch.compile")
+    parser.add_argument("--vocabulary", type=int, default=32768, help="step, generate, serve, engine (default 32768)")
+    parser.add_argument("--no-compile", action="store_true", help="step, serve: without torch.compile")
     parser.add_argument("--corpus", help="data: documents to tokenize (default: the embedded corpus)")
     parser.add_argument("--tokenizer", help="data: tokenizer file (default: one trained on the corpus)")
     parser.add_argument(
-        "--consumption", type=float, default=25_000, help="data: tokens/s that training consumes (default 25000)"
+        "--consumption",
+        type=float,
+        default=25_000,
+        help="data, streaming: tokens/s that training consumes (default 25000, about the tiny recipe's)",
     )
     parser.add_argument(
         "--ranks",
@@ -53,14 +62,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4, tiers 12)"
     )
     parser.add_argument("--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or 4x (default 1)")
-    parser.add_argument("--folder", help="checkpoint, tiers: folder on the disk to measure (default: the current one)")
+    parser.add_argument(
+        "--python",
+        default="tools/serving/.venv/bin/python",
+        help="serve: interpreter of an environment with vLLM (default: that of `make serving`)",
+    )
+    parser.add_argument(
+        "--folder", help="checkpoint, serve, tiers: folder on the disk to measure (default: the current one)"
+    )
     parser.add_argument("--peers", help="exchange: folder of the peer systems, tools/peers (default: no peers)")
     parser.add_argument("--frequencies", help="exchange, engine, planning: token frequencies (default: Zipf)")
     parser.add_argument("--data", help="planning: a prepared data set to take tokens from (default: draw them)")
 
 
 def run(args: argparse.Namespace) -> int:
-    if args.recipe is not None and args.what != "planning":
+    if args.recipe is not None and args.what not in ("planning", "restart"):
         raise UserError(f"bench {args.what} takes no recipe or keys: leave out {args.recipe}")
     benchmark, show = BENCHMARKS[args.what]
     figures = benchmark(args)
@@ -96,6 +112,14 @@ def _data(args: argparse.Namespace) -> Figures:
     from xgram_dist.bench.data import run_data_benchmark
 
     return run_data_benchmark(args.corpus, args.consumption, tokenizer=args.tokenizer)
+
+
+def _streaming(args: argparse.Namespace) -> Figures:
+    if args.consumption <= 0:
+        raise UserError(f"--consumption {args.consumption:g} is not above 0")
+    from xgram_dist.bench.streaming import run_streaming_benchmark
+
+    return run_streaming_benchmark(10 * args.consumption)
 
 
 def _checkpoint(args: argparse.Namespace) -> Figures:
@@ -162,6 +186,23 @@ def _tiers(args: argparse.Namespace) -> Figures:
     return run_tiers_benchmark(rounds, steps, Path(args.folder or "."))
 
 
+def _serve(args: argparse.Namespace) -> Figures:
+    rounds = _rounds_with_quartiles(args, 6)
+    from xgram_dist.bench.serve import run_serve_benchmark
+
+    folder = Path(args.folder or ".")
+    return run_serve_benchmark(Path(args.python), rounds, args.vocabulary, folder, not args.no_compile)
+
+
+def _restart(args: argparse.Namespace) -> Figures:
+    rounds = 3 if args.rounds is None else args.rounds
+    if args.recipe is None or rounds < 1 or len(args.ranks) != 1 or args.ranks[0] < 2:
+        raise UserError("bench restart needs a recipe, --rounds of at least 1 and one number of --ranks, at least 2")
+    from xgram_dist.bench.restart import run_restart_benchmark
+
+    return run_restart_benchmark(args.recipe, args.overrides, args.ranks[0], rounds)
+
+
 def _path(text: str | None) -> Path | None:
     return None if text is None else Path(text)
 
@@ -223,7 +264,7 @@ def _show_tiers(args: argparse.Namespace, figures: Figures) -> None:
     from xgram_dist.console import print_table
 
     parts = {name: part for name, part in figures.items() if isinstance(part, dict)}
-    print_table(["bench tiers", "value"], _rows({n: figure for n, figure in figures.items() if n not in parts}))
+    print_table([f"bench {args.what}", "value"], _rows({n: figure for n, figure in figures.items() if n not in parts}))
     for name, part in parts.items():
         print()
         print_table([name.replace("_", " "), "value"], _rows(part))
@@ -249,7 +290,10 @@ BENCHMARKS: dict[str, tuple[Benchmark, Show]] = {
     "generate": (_generate, _show_figures),
     "planning": (_planning, _show_planning),
     "overlap": (_overlap, _show_figures),
+    "restart": (_restart, _show_tiers),
+    "serve": (_serve, _show_tiers),
     "step": (_step, _show_figures),
+    "streaming": (_streaming, _show_figures),
     "tiers": (_tiers, _show_tiers),
 }
 COMMANDS = {"bench": Command(EXAMPLES, add_arguments, run)}

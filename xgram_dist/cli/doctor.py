@@ -29,8 +29,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    from xgram_dist.cluster.slurm.commands import set_rank_environment
-
     require_at_least(args, 1, "ranks")
     if args.seconds is not None and not 0 < args.seconds < 86400:
         raise UserError(f"--seconds {args.seconds:g} is not above 0 and below 86400")
@@ -40,7 +38,6 @@ def run(args: argparse.Namespace) -> int:
         from xgram_dist.model.methods.base import load_recipe
 
         load_recipe(args.recipe, args.overrides)  # a mistake in it is refused before anything is measured
-    set_rank_environment()
     if starts_ranks(args):
         return launch_ranks(args)
     from xgram_dist.cluster.doctor.report import Context

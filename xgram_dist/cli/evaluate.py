@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xgram_dist.cli.command import Command, close_ranks, launch_ranks, require_at_least, starts_ranks
-from xgram_dist.errors import UserError
+from xgram_dist.errors import UserError, optional_package
+
+ROW_FORMATS = ["fp32", "bf16", "fp8", "int8", "int4"]
 
 if TYPE_CHECKING:
     from xgram_dist.data.dataset import PreparedData
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
 EVAL_EXAMPLES = """
   xgram-dist eval runs/tiny-xgram --tasks paper --data benchmarks --limit 100
   xgram-dist eval runs/tiny-xgram/checkpoints/step-00000180 --tasks sciq,piqa --ranks 2 --json
+  xgram-dist eval runs/tiny-xgram --tasks sciq,piqa --data benchmarks --tables int8
   xgram-dist eval --compare runs/tiny-vanilla runs/tiny-xgram
 """
 PERPLEXITY_EXAMPLES = """
   xgram-dist perplexity runs/tiny-xgram data/demo
   xgram-dist perplexity runs/tiny-vanilla data/demo --routing runs/tiny-xgram/routing.npz --json
+  xgram-dist perplexity runs/tiny-xgram data/demo --tables fp32 bf16 fp8 int8 int4
 """
 
 
@@ -40,11 +44,19 @@ def add_eval_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--ranks", type=int, default=1, metavar="N", help="start N ranks on this machine (default 1)")
     parser.add_argument("--batch-tokens", type=int, default=8192, help="tokens in a forward pass (default 8192)")
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="dtype of the computation (default: the run's)")
+    parser.add_argument(
+        "--tables",
+        choices=ROW_FORMATS,
+        default="fp32",
+        help="table rows as `export --tables` stores them (default fp32)",
+    )
     parser.add_argument("--tokenizer", metavar="FILE", help="instead of the one saved with the checkpoint")
     parser.add_argument(
         "--compare", nargs="+", metavar="RUN", help="show other runs (their last evaluation) and the paper's figures"
     )
-    parser.add_argument("--out", metavar="FILE", help="write the results as JSON (default: RUN/eval/STEP.json)")
+    parser.add_argument(
+        "--out", metavar="FILE", help="write the results as JSON (default: RUN/eval/STEP.json, STEP-int8.json)"
+    )
     parser.add_argument("--json", action="store_true", help="print lm-eval's results as JSON")
 
 
@@ -53,6 +65,9 @@ def run_eval(args: argparse.Namespace) -> int:
         raise UserError("give a checkpoint to evaluate, or finished runs with --compare RUN...")
     require_at_least(args, 1, "limit", "ranks", "batch_tokens")
     require_at_least(args, 0, "shots")
+    names = [name.strip() for name in args.tasks.split(",")]
+    if args.checkpoint is not None and not all(names):
+        raise UserError(f"--tasks '{args.tasks}' names no task; give tasks of lm-eval with a comma between, or paper")
     from xgram_dist.eval.results import EvaluationResult
 
     others = [EvaluationResult.read(Path(path)) for path in args.compare or ()]
@@ -78,7 +93,9 @@ def _evaluate(args: argparse.Namespace, checkpoint: "Checkpoint", ranks: "Proces
 
     from xgram_dist.checkpoint.folder import FOLDER as CHECKPOINTS
     from xgram_dist.estimate.flops import plan_budget
-    from xgram_dist.eval.lm_eval_adapter import HarnessModel, run_harness
+
+    with optional_package("`xgram-dist eval`", "eval"):
+        from xgram_dist.eval.lm_eval_adapter import HarnessModel, run_harness
     from xgram_dist.eval.results import FOLDER, EvaluationResult
     from xgram_dist.eval.scoring import CheckpointScorer
     from xgram_dist.eval.tasks import load_tasks
@@ -88,10 +105,10 @@ def _evaluate(args: argparse.Namespace, checkpoint: "Checkpoint", ranks: "Proces
     with tempfile.TemporaryDirectory(prefix="xgram-dist-eval-") as scratch:
         tasks = None
         if ranks.first:
-            names = [name for name in args.tasks.split(",") if name]
+            names = [name.strip() for name in args.tasks.split(",")]
             data = None if args.data is None else Path(args.data)
             tasks = load_tasks(names, data, Path(scratch), args.shots)
-        model = checkpoint.load(choose_device(), args.dtype)
+        model = checkpoint.load(choose_device(), args.dtype, args.tables)
         scorer = CheckpointScorer(model)
         harness = HarnessModel(
             scorer, checkpoint.tokenizer, model.context, args.batch_tokens, single_mesh(ranks), model
@@ -101,12 +118,14 @@ def _evaluate(args: argparse.Namespace, checkpoint: "Checkpoint", ranks: "Proces
             return None
         results = run_harness(harness, tasks, args.limit)
     budget = plan_budget(checkpoint.config)
-    evaluated = EvaluationResult(checkpoint.name, budget.backbone_parameters, budget.table_parameters, results)
+    stored = "" if args.tables == "fp32" else f"-{args.tables}"
+    name = checkpoint.name + (f", {args.tables} tables" if stored else "")
+    evaluated = EvaluationResult(name, budget.backbone_parameters, budget.table_parameters, results)
     parent = checkpoint.folder.resolve().parent
     if args.out is not None:
         evaluated.write(Path(args.out))
     elif parent.name == CHECKPOINTS:
-        evaluated.write(parent.parent / FOLDER / f"{checkpoint.folder.name}.json")
+        evaluated.write(parent.parent / FOLDER / f"{checkpoint.folder.name}{stored}.json")
     return evaluated
 
 
@@ -138,6 +157,13 @@ def add_perplexity_arguments(parser: argparse.ArgumentParser) -> None:
         "--routing", metavar="FILE", help="routing file that defines the frequency bands (default: the run's own)"
     )
     parser.add_argument("--dtype", choices=["fp32", "bf16"], help="dtype of the computation (default: the run's)")
+    parser.add_argument(
+        "--tables",
+        choices=ROW_FORMATS,
+        nargs="+",
+        default=["fp32"],
+        help="table rows as `export --tables` stores them (default fp32); several are compared with the first",
+    )
     parser.add_argument("--tokenizer", metavar="FILE", help="instead of the one saved with the checkpoint")
     parser.add_argument("--json", action="store_true", help="print as JSON, bucket by bucket")
 
@@ -160,13 +186,25 @@ def run_perplexity(args: argparse.Namespace) -> int:
         )
     routing, origin = _band_routing(args, checkpoint, data)
     bands = None if routing is None else bands_of(routing)
-    model = checkpoint.load(choose_device(), args.dtype)
-    figures = {"checkpoint": checkpoint.name, "split": args.split, "bands_of": origin}
-    figures |= measure(model, data, bands, args.sequences, args.batch)
+    found = {}
+    for row_format in dict.fromkeys(args.tables):
+        model = checkpoint.load(choose_device(), args.dtype, row_format)
+        found[row_format] = measure(model, data, bands, args.sequences, args.batch)
+    figures: dict[str, Any] = {"checkpoint": checkpoint.name, "split": args.split, "bands_of": origin}
+    if len(found) == 1:
+        (row_format,) = found
+        figures |= {"tables": row_format, **found[row_format]}
+        show = _show_perplexity
+    else:
+        figures["tables"] = {
+            row_format: {"table_bytes": checkpoint.table_bytes(row_format), **of_format}
+            for row_format, of_format in found.items()
+        }
+        show = _show_formats
     if args.json:
         print(json.dumps(figures, indent=2))
-        return 0
-    _show_perplexity(figures)
+    else:
+        show(figures)
     return 0
 
 
@@ -225,6 +263,35 @@ def _show_perplexity(figures: dict[str, Any]) -> None:
         name = "VIP tokens" if kind == "vip" else f"{kind} buckets ({kinds.count(kind)})"
         rows.append([name, *cells(band["of"]), *cells(band["after"])])
     print_table([f"bands of {figures['bands_of']}", "tokens", "perplexity of", "tokens", "perplexity after"], rows)
+
+
+def _show_formats(figures: dict[str, Any]) -> None:
+    """Perplexity with the first row format, and the change with each other one."""
+    from xgram_dist.console import print_table
+
+    formats = figures["tables"]
+    base = next(iter(formats))
+
+    def groups(of_format: dict[str, Any]) -> dict[str, float | None]:
+        bands = {
+            "VIP tokens" if kind == "vip" else f"{kind} buckets": band["of"]["perplexity"]
+            for kind, band in of_format.get("bands", {}).items()
+        }
+        return {"all": of_format["all"]["perplexity"], **bands}
+
+    first = groups(formats[base])
+    rows = []
+    for name, of_format in formats.items():
+        row = [name, f"{of_format['table_bytes'] / 1e6:,.1f}"]
+        for group, value in groups(of_format).items():
+            before = first[group]
+            if value is None or before is None:
+                row.append("-")
+            else:
+                row.append(f"{before:.2f}" if name == base else f"{100 * (value / before - 1):+.3f} %")
+        rows.append(row)
+    print_table([figures["checkpoint"], "MB", *first], rows)
+    print(f"\nPerplexity with {base} rows, and its change with others; bands group the predicted tokens.")
 
 
 COMMANDS = {

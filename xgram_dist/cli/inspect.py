@@ -27,16 +27,18 @@ def run(args: argparse.Namespace) -> int:
     from xgram_dist.checkpoint.safetensors_io import DamagedFileError
 
     manifests: dict[Path, Manifest] = {}
+    descriptions: dict[Path, dict[str, Any]] = {}
     damage: dict[Path, list[str]] = {}
     for folder in checkpoints_at(Path(args.path)):
         try:
-            manifests[folder] = Manifest.read(folder)
+            manifest = Manifest.read(folder)
+            descriptions[folder] = describe(folder, manifest)
+            manifests[folder] = manifest
         except DamagedFileError as error:
             damage[folder] = [str(error)]
     if args.verify:
         damage |= _verify(manifests)
     folders = sorted([*manifests, *(folder for folder in damage if folder not in manifests)])
-    descriptions = {folder: describe(folder, manifest) for folder, manifest in manifests.items()}
     if args.json:
         trees = [
             {**descriptions.get(folder, {"checkpoint": str(folder)}), "damaged": damage.get(folder, [])}
@@ -117,7 +119,9 @@ def _lines(one: dict[str, Any]) -> list[tuple[str, str]]:
     elif one["method"] != "vanilla":
         text = f"{one['method']}, compression {one['compression']}, optimizer {one['table_optimizer']}"
         lines.append(("tables", text + (f", routing {one['routing'][:12]}" if one["routing"] else "")))
-    lines.append(("data", f"{one['position']:,} sequences of {one['data'][:12]}, tokenizer {one['tokenizer'][:12]}"))
+    lines.append(
+        ("data", f"{one['position']:,} sequences of {one['data'][:12]}, tokenizer {(one['tokenizer'] or MISSING)[:12]}")
+    )
     if source is not None:
         what = "the weights" if source["weights_only"] else "the state"
         lines.append(("started from", f"{what} of {source['checkpoint']} ({source['name']}, step {source['step']:,})"))
@@ -126,6 +130,9 @@ def _lines(one: dict[str, Any]) -> list[tuple[str, str]]:
     beside = f", {', '.join(others)}" if others else ""
     lines.append(("size", f"{_size(one['bytes'])} in {len(tensors)} tensor file(s){beside}"))
     return lines
+
+
+MISSING = "unknown"
 
 
 def _loss(one: dict[str, Any]) -> str:

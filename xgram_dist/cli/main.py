@@ -5,17 +5,19 @@ its command is run, and imports what is heavy (torch, pydantic, streaming) insid
 
 To add a command: a line in `COMMANDS` below, and an entry in the `COMMANDS` of its module.
 
-Exit codes: 2 after a `UserError`, which is printed as one sentence on stderr; 130 after Ctrl-C; 141 when the reader of
-a pipe closes it.
+Exit codes: 2 after a `UserError`, which is printed as one sentence on stderr; 1 after any other error, such as a full
+disk, want of memory or a bug; 130 after Ctrl-C; 141 when the reader of a pipe closes it.
 """
 
 import argparse
 import importlib
+import os
 import sys
 from typing import NamedTuple
 
 from xgram_dist import __version__
 from xgram_dist.cli.command import Command, report_error
+from xgram_dist.environment import PARENT, whole_number
 from xgram_dist.errors import UserError, nearest
 
 
@@ -26,6 +28,8 @@ class Entry(NamedTuple):
 
 
 COMMANDS = {
+    "recipes": Entry("recipes", "list the recipes that come with the package, and copy them"),
+    "schema": Entry("recipes", "print the JSON schema of a recipe, for editors"),
     "prepare": Entry("prepare", "tokenize documents into MDS shards, and count the tokens"),
     "data": Entry("data", "show what a data set holds or a batch of a run contains, and verify its hashes"),
     "frequencies": Entry("routing", "write the token counts of a prepared data set as a frequency file"),
@@ -47,6 +51,8 @@ COMMANDS = {
     "diagnose": Entry("analysis", "measure what the tables of a checkpoint learned, as in the paper"),
     "compare": Entry("analysis", "train recipes on several seeds, and compare them on one page"),
     "report": Entry("analysis", "summarise one or more runs as a table, a picture and a page"),
+    "watch": Entry("analysis", "watch runs on the terminal: loss, throughput, phases, memory, checkpoints, jobs"),
+    "completion": Entry("completion", "print the script that completes this command in bash, zsh or fish"),
     "bench": Entry("bench", "run a benchmark: checkpoint, data, engine, exchange, step, tiers and others"),
 }
 
@@ -61,7 +67,7 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="xgram-dist",
         description="Train language models whose capacity lives in token-indexed tables.",
-        epilog="Each command has --help with examples. First steps: make demo",
+        epilog="Each command has --help with examples. First steps: make demo, or without a clone xgram-dist recipes",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--version", action="version", version=f"xgram-dist {__version__}")
@@ -85,6 +91,19 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
+    if PARENT in os.environ:
+        from xgram_dist.parallel.launch import end_with_parent
+
+        end_with_parent(whole_number(os.environ, PARENT))
+    try:
+        exit_code = _run(words)
+        sys.stdout.flush()  # a full device is an error while it can still be reported
+        return exit_code
+    except (UserError, KeyboardInterrupt, OSError, MemoryError, RuntimeError, RecursionError) as error:
+        return report_error(next((word for word in words if word in COMMANDS), ""), error)
+
+
+def _run(words: list[str]) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
         print(f"xgram-dist: unknown command '{chosen}'{nearest(chosen, list(COMMANDS))}", file=sys.stderr)
@@ -100,10 +119,7 @@ def main(arguments: list[str] | None = None) -> int:
         parser.print_help()
         return 2
     args.command_line = list(words)
-    try:
-        return int(args.run(args))
-    except (UserError, KeyboardInterrupt, BrokenPipeError) as error:
-        return report_error(args.command, error)
+    return int(args.run(args))
 
 
 if __name__ == "__main__":

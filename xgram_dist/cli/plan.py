@@ -4,13 +4,14 @@ import argparse
 import json
 import math
 import re
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from xgram_dist.cli.command import Command
 from xgram_dist.console import Progress
-from xgram_dist.errors import UserError
+from xgram_dist.errors import UserError, one_line
 
 if TYPE_CHECKING:
     from xgram_dist.config import Config
@@ -26,10 +27,12 @@ EXAMPLES = """
   xgram-dist plan recipes/0.73b/xgram-4x-50.yaml --ranks 64 --frequencies frequencies.npz --memory-per-rank 80GB
   xgram-dist plan recipes/1.15b/xgram-4x-100.yaml --ranks 256 --tensor 2 train.micro_batch=4 --bandwidth 100
   xgram-dist plan recipes/0.73b/xgram-1x-50.yaml --frequencies frequencies.npz --host-bandwidth 50 --policies
+  xgram-dist plan recipes/0.73b/xgram-4x-50.yaml --frequencies frequencies.npz --shards --memory-per-rank 80GB
   xgram-dist plan --table recipes/0.73b/*.yaml
 """
 
 POLICY_RANKS = (4, 16, 64)
+MAX_RANKS = 1 << 14
 MACHINE = {
     "bandwidth": "network bandwidth of a rank, in GB/s (default 50)",
     "node_bandwidth": "bandwidth between the 8 ranks of a node, in GB/s (default 450)",
@@ -59,13 +62,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--policies", action="store_true", help="compare the row-sharding policies, at 4, 16 and 64 ranks"
     )
+    parser.add_argument(
+        "--shards", action="store_true", help="compare replicas of the tables (memory.shard) on 16 to 1,024 ranks"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, shares between 0 and 1")
 
 
 def run(args: argparse.Namespace) -> int:
     from xgram_dist.estimate.advice import advise, recommend
     from xgram_dist.estimate.flops import plan_budget
-    from xgram_dist.estimate.layout import compare_layouts, plan_layout
+    from xgram_dist.estimate.layout import compare_layouts, compare_update_places, plan_layout
     from xgram_dist.estimate.report import Report
     from xgram_dist.estimate.traffic import build_traffic
     from xgram_dist.model.methods.base import load_recipe
@@ -84,7 +90,9 @@ def run(args: argparse.Namespace) -> int:
     def traffic_of(data_ranks: int) -> "Traffic | None":
         return None if frequencies is None else build_traffic(config, frequencies, routing, data_ranks)
 
-    traffic = traffic_of(axes.data)
+    if args.shards:
+        return _run_shards(args, config, machine, limit, traffic_of)
+    traffic = traffic_of(axes.rows)
     layout = plan_layout(config, axes, machine, traffic, _layout_name(config, axes))
     fits = limit is None or layout.device_bytes <= limit
     notes = ["no frequencies given: tokens by Zipf's law"] if source is None and frequencies is not None else []
@@ -99,11 +107,41 @@ def run(args: argparse.Namespace) -> int:
         recommendations=recommend(config, axes, machine, limit, traffic_of),
         exchange=exchange,
         notes=[*notes, missing] if missing else notes,
+        update_places=compare_update_places(config, axes, machine, traffic),
     )
     if args.json:
         print(json.dumps(report.as_dict(), indent=2))
     else:
         report.print()
+    return 0
+
+
+def _run_shards(
+    args: argparse.Namespace,
+    config: "Config",
+    machine: "Machine",
+    limit: int | None,
+    traffic_of: "Callable[[int], Traffic | None]",
+) -> int:
+    """How many ranks should hold the tables once."""
+    from xgram_dist.estimate.replicas import RANKS, compare_shards
+    from xgram_dist.estimate.report import print_shard_choices
+
+    if traffic_of(1) is None:
+        raise UserError(
+            f"--shards compares replicas of the tables, but memory.method = {config.memory.method} has none"
+        )
+    with Progress(len(RANKS), "numbers of ranks", "comparing replicas of the tables") as progress:
+        choices = compare_shards(config, machine, traffic_of, limit, progress=progress.update)
+    if not choices:
+        raise UserError(
+            f"train.global_batch = {config.train.global_batch} divides over none of {RANKS[0]} to {RANKS[-1]} ranks; "
+            f"change it or train.micro_batch"
+        )
+    if args.json:
+        print(json.dumps([one.as_dict() for one in choices], indent=2))
+    else:
+        print_shard_choices(choices, limit is not None)
     return 0
 
 
@@ -141,8 +179,8 @@ def _axes(args: argparse.Namespace, config: "Config") -> "Axes":
     from xgram_dist.estimate.exchange import default_ranks
 
     ranks = default_ranks(config) * config.parallel.tensor if args.ranks is None else args.ranks
-    if ranks < 1:
-        raise UserError(f"--ranks {ranks} is not at least 1")
+    if not 1 <= ranks <= MAX_RANKS:
+        raise UserError(f"--ranks {one_line(str(ranks), 40)} is not from 1 to {MAX_RANKS}")
     axes = Axes.of(config, ranks)
     accumulation(config, axes.data)
     return axes
@@ -167,8 +205,8 @@ def _memory_limit(args: argparse.Namespace) -> int | None:
 
     if args.memory_per_rank is None:
         return None
-    if not re.match(BYTES, args.memory_per_rank):
-        raise UserError(f"--memory-per-rank {args.memory_per_rank} is not a size such as 80GB or 80GiB")
+    if not re.fullmatch(BYTES, args.memory_per_rank):
+        raise UserError(f"--memory-per-rank {one_line(args.memory_per_rank, 40)} is not a size such as 80GB or 80GiB")
     return parse_bytes(args.memory_per_rank)
 
 
@@ -180,6 +218,8 @@ def _layout_name(config: "Config", axes: "Axes") -> str:
         ranks += f" = {axes.data} data x {axes.tensor} tensor"
     if axes.replicate > 1:
         ranks += f", data = {axes.replicate} replicate x {axes.shard} shard"
+    if axes.replicas > 1:
+        ranks += f", {axes.replicas} replicas of the tables"
     return f"{engine}, {ranks}"
 
 
@@ -263,7 +303,7 @@ def _exchange(
         return None, "the frequencies of n-grams are not known: each counts as new"
     if source is None:
         return None, f"for the exchange of a step: {missing}"
-    exchange = plan_exchange(config, frequencies, routing, axes.data, machine.host_bandwidth).as_dict()
+    exchange = plan_exchange(config, frequencies, routing, axes.data, machine.host_bandwidth, axes.replicas).as_dict()
     exchange["frequencies"] = str(source)
     exchange["routing"] = None if routing is None else config.memory.routing.file or str(source)
     if args.policies:

@@ -57,16 +57,12 @@ def run_frequencies(args: argparse.Namespace) -> int:
 
     from xgram_dist.data.manifest import read_manifest
     from xgram_dist.data.tokenizer import load_tokenizer
-    from xgram_dist.files import write_npz
+    from xgram_dist.files import read_npz, write_npz
 
     folder = Path(args.data)
     manifest = read_manifest(folder)
     path = folder / "counts.npz"
-    try:
-        with np.load(path, allow_pickle=False) as archive:
-            counts = archive["counts"]
-    except (OSError, ValueError, KeyError) as error:
-        raise UserError(f"cannot read '{path}': {error}; run `xgram-dist prepare --overwrite` again") from error
+    counts = read_npz(path, "the counts of a data set (`xgram-dist prepare` makes them)").get("counts", np.zeros(0))
     expected = sum(source.train.tokens for source in manifest.sources)
     if counts.shape != (manifest.vocabulary,) or counts.dtype != np.int64 or int(counts.sum()) != expected:
         raise UserError(

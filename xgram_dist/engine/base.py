@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from xgram_dist.config import Config
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.optim.backbone_adamw import MOMENTS, build_adamw, create_state, set_learning_rate, set_step_count
+from xgram_dist.optim.backbone_muon import BackboneMuon, is_muons
 from xgram_dist.optim.clip import NamedTensors, SpikeGuard, StepOutcome, backbone_square_sum, clip_by_joint_norm
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.process_group import ProcessGroup
@@ -150,9 +151,19 @@ class LocalEngine(Engine):
         super().__init__(config, model, mesh, device, shard)
         self.weights = weights
         self.parameters = dict(model.named_parameters())
-        held = {name: chunk.tensor for name, chunk in weights.items() if chunk.tensor.numel()}
+        self.frozen = {name for name, parameter in self.parameters.items() if not parameter.requires_grad}
+        self.muon = BackboneMuon(
+            config,
+            {n: (chunk.tensor, self.shapes[n]) for n, chunk in weights.items() if self._is_muons(n)},
+            shard,
+        )
+        elsewhere = self.frozen | set(self.muon.matrices)
+        held = {n: chunk.tensor for n, chunk in weights.items() if chunk.tensor.numel() and n not in elsewhere}
         self.adamw = build_adamw(config, held.items())
         create_state(self.adamw, held.values())
+
+    def _is_muons(self, name: str) -> bool:
+        return is_muons(self.config, name, self.shapes[name]) and name not in self.frozen
 
     def _local_gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Of the shape of the parameter's chunk."""
@@ -168,15 +179,23 @@ class LocalEngine(Engine):
                 self.weights[name].tensor.grad = gradient
             set_learning_rate(self.adamw, rate)
             self.adamw.step()
+            self.muon.step(rate)
         for name, parameter in self.parameters.items():
             self.weights[name].tensor.grad = parameter.grad = None
 
     def parameter_shards(self) -> list[ParameterShard]:
         shards = []
         for name, (offsets, weight) in self.weights.items():
-            state = self.adamw.state[weight] if weight.numel() else {}
+            state = self.adamw.state.get(weight, {}) if weight.numel() else {}
             chunks = [Chunk(offsets, weight.detach())] if weight.numel() else []
             shards.append(self._parameter_shard(name, "weight", chunks))
+            if name in self.frozen:
+                continue
+            if name in self.muon.matrices:
+                momentum = self.muon.momentum.get(name)
+                chunks = [] if momentum is None else [Chunk((0, 0), momentum)]
+                shards.append(self._parameter_shard(name, "first_moment", chunks))
+                continue
             for key, kind in MOMENTS.items():
                 chunks = [Chunk(offsets, state[key])] if state else []
                 shards.append(self._parameter_shard(name, kind, chunks))

@@ -14,7 +14,7 @@ from xgram_dist.config import Config
 from xgram_dist.config.validate import accumulation
 from xgram_dist.engine.base import Engine, ParameterShard, StateKind, chunks_of_flat_range
 from xgram_dist.engine.deepspeed_internals import MeshAsMpu, find_partitions, import_deepspeed
-from xgram_dist.errors import UserError
+from xgram_dist.errors import UserError, is_out_of_memory, one_line
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.optim.backbone_adamw import MOMENTS, build_adamw, create_state, set_learning_rate
 from xgram_dist.optim.clip import NamedTensors, StepOutcome
@@ -37,13 +37,20 @@ class DeepSpeedEngine(Engine):
         bf16 = config.train.precision == "bf16"
         initial = {name: p.detach().clone() for name, p in parameters.items()} if bf16 else {}
         self.adamw = build_adamw(config, parameters.items())
-        self.engine, *_ = deepspeed.initialize(
-            model=model,
-            optimizer=self.adamw,
-            config=settings,
-            mpu=MeshAsMpu(mesh, self.groups),
-            dist_init_required=False,
-        )
+        mpu = MeshAsMpu(mesh, self.groups)
+        try:
+            self.engine, *_ = deepspeed.initialize(
+                model=model, optimizer=self.adamw, config=settings, mpu=mpu, dist_init_required=False
+            )
+        except Exception as error:
+            extra = config.parallel.deepspeed
+            if not extra or is_out_of_memory(error):
+                raise
+            # Without keys of the user's DeepSpeed takes the configuration, so it is one of these that it refuses.
+            raise UserError(
+                f"DeepSpeed refuses parallel.deepspeed = {one_line(repr(extra), 120)}: "
+                f"{one_line(f'{type(error).__name__}: {error}', 200)}; correct or leave out these keys"
+            ) from error
         assert buffer_dtypes == {name: buffer.dtype for name, buffer in model.named_buffers()}, (
             "buffers keep their dtype"
         )

@@ -46,6 +46,7 @@ class Fsdp2Engine(LocalEngine):
 
     def after_load(self) -> None:
         self._reshard()
+        self.muon.refresh()
 
     def close(self) -> None:
         self.groups.close()

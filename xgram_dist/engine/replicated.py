@@ -29,4 +29,4 @@ class ReplicatedEngine(LocalEngine):
             self.mesh.data.all_reduce_mean([gradient for _, gradient in self._local_gradients()])
 
     def after_load(self) -> None:
-        return
+        self.muon.refresh()

@@ -1,10 +1,10 @@
 """Causal grouped-query attention with QK-norm and injection into q, k, v and o.
 
-The order is the paper's: project; add the injected vectors; normalise q and k over their whole width; split into heads;
-rotate; attend; project out; add the injected vector of o.
+The order is the paper's: project; add the injected vectors; normalise q and k over their whole width (or each head, or
+not at all: `model.qk_norm`); split into heads; rotate; attend; project out; add the injected vector of o.
 
 On a tensor axis each rank has its heads and their channels of q, k and v. Collectives: `column_parallel_input` once for
-q, k and v; one all-reduce for the mean squares of both norms; `row_parallel_output`.
+q, k and v; one all-reduce for the mean squares of norms over the whole width; `row_parallel_output`.
 
 Shapes: B batch, T sequence, D width, C key/value width, H heads, G key/value heads, K head width; C, H, G are of one
 rank.
@@ -33,14 +33,21 @@ class Attention(nn.Module):
         super().__init__()
         self.axis = axis
         self.heads, self.kv_heads = axis.local_size(config.heads), axis.local_size(config.kv_heads)
-        self.head_width = config.width // config.heads
+        self.head_width = config.width_of_head
         kv_width = config.kv_heads * self.head_width
-        self.query = ColumnParallelLinear(config.width, config.width, axis)
+        self.query = ColumnParallelLinear(config.width, config.attention_width, axis)
         self.key = ColumnParallelLinear(config.width, kv_width, axis)
         self.value = ColumnParallelLinear(config.width, kv_width, axis)
-        self.output = RowParallelLinear(config.width, config.width, axis)
-        self.query_norm = RMSNorm(config.width, config.norm_eps, channel_axis=axis)
-        self.key_norm = RMSNorm(kv_width, config.norm_eps, channel_axis=axis)
+        self.output = RowParallelLinear(config.attention_width, config.width, axis)
+        self.query_norm: RMSNorm | None = None
+        self.key_norm: RMSNorm | None = None
+        self.norms_heads = config.qk_norm == "head"
+        if self.norms_heads:  # each rank sees its own heads, so that the weight's gradient is summed over the axis
+            self.query_norm = RMSNorm(self.head_width, config.norm_eps, sequence_axis=axis)
+            self.key_norm = RMSNorm(self.head_width, config.norm_eps, sequence_axis=axis)
+        elif config.qk_norm == "width":
+            self.query_norm = RMSNorm(config.attention_width, config.norm_eps, channel_axis=axis)
+            self.key_norm = RMSNorm(kv_width, config.norm_eps, channel_axis=axis)
 
     def forward(
         self,
@@ -62,9 +69,8 @@ class Attention(nn.Module):
             k = k + deltas["k"]
         if "v" in deltas:
             v = v + deltas["v"]
-        q_square, k_square = self._mean_squares(q, k)
-        q = apply_rotary(self.query_norm(q, q_square).view(batch, length, self.heads, self.head_width), *rotary)
-        k = apply_rotary(self.key_norm(k, k_square).view(batch, length, self.kv_heads, self.head_width), *rotary)
+        q, k = self._normalised(q, k)
+        q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         v = v.view(batch, length, self.kv_heads, self.head_width)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if mask is None or isinstance(mask, Tensor):
@@ -75,6 +81,16 @@ class Attention(nn.Module):
             mixed = document_attention(q, k, v, mask)
         out = row_parallel_output(self.output(mixed.transpose(1, 2).flatten(2)), self.axis)
         return out + deltas["o"] if "o" in deltas else out
+
+    def _normalised(self, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+        """[B,T,H,K], [B,T,G,K]"""
+        q_heads, k_heads = (*q.shape[:2], self.heads, self.head_width), (*k.shape[:2], self.kv_heads, self.head_width)
+        if self.query_norm is None or self.key_norm is None:
+            return q.view(q_heads), k.view(k_heads)
+        if self.norms_heads:
+            return self.query_norm(q.view(q_heads)), self.key_norm(k.view(k_heads))
+        q_square, k_square = self._mean_squares(q, k)
+        return self.query_norm(q, q_square).view(q_heads), self.key_norm(k, k_square).view(k_heads)
 
     def _mean_squares(self, q: Tensor, k: Tensor) -> tuple[Tensor | None, Tensor | None]:
         """Of q and of k over their global width [B,T,1], in one message; None on a single rank, where the norms see the

@@ -37,6 +37,9 @@ def build_model(
     model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis)
     initialise(model, config)
     model.to(device)
+    if config.train.freeze_backbone:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_(of_method(name))
     model.activation_checkpointing = config.train.activation_checkpointing
     if config.train.compile:
         recompute_elementwise(device)
@@ -45,6 +48,11 @@ def build_model(
         if fuses_loss_passes(device):
             model.head.passes = CompiledPasses()
     return model
+
+
+def of_method(name: str) -> bool:
+    """Whether a parameter of the network is the memory method's."""
+    return ".sites." in name or name.startswith("side.")
 
 
 def initialise(model: Transformer, config: Config) -> None:

@@ -14,7 +14,10 @@ lengths are known to the host. A compiled block has a graph break there.
 Shapes: B batch, T sequence, H heads, G key/value heads, K head width, N blocks of the sequence.
 """
 
+from collections.abc import Callable
+from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -75,7 +78,10 @@ def _ordered_blocks(chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
     return chosen.sum(-1, dtype=torch.int32), chosen.argsort(dim=-1, descending=True, stable=True).int()
 
 
-_compiled_flex_attention = torch.compile(flex_attention)
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    """Compiled when it is first needed: torch.compile imports inductor."""
+    return torch.compile(flex_attention)
 
 
 def document_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: DocumentMask) -> Tensor:
@@ -83,7 +89,10 @@ def document_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Doc
     if isinstance(mask, Documents):
         return _attend_one_by_one(q_BHTK, k_BGTK, v_BGTK, mask)
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
-    return _compiled_flex_attention(q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=grouped)
+    attend: Callable[..., Any] = flex_attention
+    if not torch.compiler.is_compiling():  # else the compiled block takes it into its graph
+        attend = _compiled_flex_attention()
+    return attend(q_BHTK, k_BGTK, v_BGTK, block_mask=mask, enable_gqa=grouped)
 
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]

@@ -7,10 +7,13 @@ On a tensor axis each rank holds its shards of the parameters; the sizes given t
 Shapes: B batch, T sequence, D width, F feed-forward width, H heads, K head width, V vocabulary.
 """
 
+import math
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from xgram_dist.config.schema import ModelConfig, RopeScalingConfig
 from xgram_dist.parallel.tensor_parallel import (
     SINGLE_RANK,
     TensorAxis,
@@ -124,11 +127,20 @@ def local_vocab_index(ids: Tensor, local_rows: int, axis: TensorAxis) -> tuple[T
 # Rotary position embedding
 
 
-def rotary_cos_sin(length: int, head_width: int, theta: float) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(model: ModelConfig, length: int) -> tuple[Tensor, Tensor]:
     """cos and sin [T, K/2] of position x theta^(-2i/K), in fp32; angles are computed in fp64, on the CPU."""
-    exponents = torch.arange(0, head_width, 2, dtype=torch.float64, device="cpu") / head_width
-    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), theta**-exponents)
+    exponents = torch.arange(0, model.width_of_head, 2, dtype=torch.float64, device="cpu") / model.width_of_head
+    rates = model.rope_theta**-exponents
+    if model.rope_scaling.factor != 1:
+        rates = _scaled_rates(rates, model.rope_scaling)
+    angles = torch.outer(torch.arange(length, dtype=torch.float64, device="cpu"), rates)
     return angles.cos().float(), angles.sin().float()
+
+
+def _scaled_rates(rates: Tensor, scaling: RopeScalingConfig) -> Tensor:
+    turns = scaling.original_length * rates / (2 * math.pi)
+    kept = (turns - scaling.low_frequency) / (scaling.high_frequency - scaling.low_frequency)
+    return torch.lerp(rates / scaling.factor, rates, kept.clamp(0, 1))
 
 
 def apply_rotary(x_BTHK: Tensor, cos_TK: Tensor, sin_TK: Tensor) -> Tensor:

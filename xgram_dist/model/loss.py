@@ -197,7 +197,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
         loss = at_least_fp32(hidden_ND.new_zeros(()))
         cross_entropy = torch.zeros_like(loss)
         grad_hidden = torch.empty_like(hidden_ND) if needs_grad else None
-        grad_weight = at_least_fp32(weight_VD[:0]).new_zeros(weight_VD.shape) if needs_grad else None
+        trains_weight = needs_grad and ctx.needs_input_grad[1]
+        grad_weight = at_least_fp32(weight_VD[:0]).new_zeros(weight_VD.shape) if trains_weight else None
         for start in range(0, hidden_ND.shape[0], chunk):
             rows = slice(start, start + chunk)
             valid = labels_N[rows] != IGNORE_INDEX
@@ -207,7 +208,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
             nll = log_normaliser - at_label
             cross_entropy += torch.where(valid, nll, 0.0).sum()
             loss += torch.where(valid, nll + z_loss * log_normaliser.square(), 0.0).sum()
-            if grad_hidden is not None and grad_weight is not None:
+            if grad_hidden is not None:
                 # d loss / d logits = (softmax * (1 + 2 z lse) - onehot) / targets at valid positions, with lse the log
                 # of the normaliser.
                 scale = torch.where(valid, 1.0, 0.0).to(total.dtype) / num_targets
@@ -215,10 +216,11 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 grad = passes.gradient(buffer, largest, factor, index, torch.where(is_local, -scale, 0.0))
                 grad = grad.to(hidden_ND.dtype)
                 torch.mm(grad, weight, out=grad_hidden[rows])
-                accumulate_matmul(grad_weight, grad.t(), hidden_ND[rows])
+                if grad_weight is not None:
+                    accumulate_matmul(grad_weight, grad.t(), hidden_ND[rows])
             del buffer  # before the next chunk's logits
-        if grad_hidden is not None and grad_weight is not None:
-            ctx.save_for_backward(grad_hidden, grad_weight.to(weight_VD.dtype))
+        if grad_hidden is not None:
+            ctx.save_for_backward(grad_hidden, None if grad_weight is None else grad_weight.to(weight_VD.dtype))
         cross_entropy = cross_entropy / num_targets
         ctx.mark_non_differentiable(cross_entropy)
         return loss / num_targets, cross_entropy
@@ -227,7 +229,8 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         grad_hidden, grad_weight = ctx.saved_tensors
         factor = grads[0]
-        return (grad_hidden * factor).to(grad_hidden.dtype), grad_weight * factor, *[None] * 7
+        of_weight = None if grad_weight is None else grad_weight * factor
+        return (grad_hidden * factor).to(grad_hidden.dtype), of_weight, *[None] * 7
 
 
 @torch.no_grad()

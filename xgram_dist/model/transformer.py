@@ -34,7 +34,8 @@ ADDITIVE_SITES = ("h", "q", "k", "v", "o", "qk")
 
 
 class Block(nn.Module):
-    """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x).
+    """x <- x + delta_h;  x <- x + attention(norm x);  x <- x + ffn(norm x). With `model.norms = after`, the norms are
+    of the outputs: x + norm(attention(x)), x + norm(ffn(x)).
 
     Vectors are added at h, q, k, v and o. Other sites change the block's input depending on it (ngram), replace the up
     projection (up), scale the output of the feed-forward (ffn), or add to the block's output (block, experts).
@@ -43,6 +44,7 @@ class Block(nn.Module):
     def __init__(self, method: MemoryMethod, layer: int, axis: TensorAxis = SINGLE_RANK):
         super().__init__()
         model = method.model
+        self.norms_after = model.norms == "after"
         self.attention_norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
         self.attention = Attention(model, axis)
         self.ffn_norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
@@ -78,12 +80,15 @@ class Block(nn.Module):
             x = x + deltas.pop("h")
         if "ngram" in self.sites:
             x = self.sites["ngram"](x, values["ngram"], slots_BT, documents_BT)
-        x = x + self.attention(self.attention_norm(x), rotary, deltas, mask)
-        normed = self.ffn_norm(x)
+        attended = self.attention(x if self.norms_after else self.attention_norm(x), rotary, deltas, mask)
+        x = x + (self.attention_norm(attended) if self.norms_after else attended)
+        normed = x if self.norms_after else self.ffn_norm(x)
         up = self.sites["up"](values["up"], slots_BT, x.dtype) if "up" in self.sites else None
         out = self.ffn(normed, up)
         if "ffn" in self.sites:
             out = self.sites["ffn"](out, values["ffn"], slots_BT)
+        if self.norms_after:
+            out = self.ffn_norm(out)
         if "experts" in self.sites:
             out = out + self.sites["experts"](normed, values["experts"], slots_BT)
         if "block" in self.sites:
@@ -123,7 +128,7 @@ class Transformer(nn.Module):
         self.reads_embeddings = method.reads_embeddings
         """Whether blocks are given the embeddings of the distinct tokens."""
         self.head = VocabParallelHead(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis)
-        cos, sin = rotary_cos_sin(model.sequence_length, model.width // model.heads, model.rope_theta)
+        cos, sin = rotary_cos_sin(model, model.sequence_length)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
 

@@ -21,6 +21,8 @@ class StepOutcome(NamedTuple):
     """The clipping factor: gradients of the backbone were multiplied by it, those of the tables must be, too."""
     applied: bool
     """False: norm or loss was not finite, or a spike, and the step is skipped."""
+    loss: float = math.nan
+    """Of the step, on the host."""
 
 
 def backbone_square_sum(
@@ -76,5 +78,5 @@ def clip_by_joint_norm(
     norm = torch.sqrt(backbone_squares + table_squares.to(backbone_squares))
     norm_value, loss_value = torch.stack((norm, loss.detach().to(norm))).tolist()
     if not (math.isfinite(norm_value) and math.isfinite(loss_value)) or guard.is_spike(loss_value, norm_value):
-        return StepOutcome(norm, 1.0, False)
-    return StepOutcome(norm, min(1.0, max_norm / (norm_value + 1e-6)) if max_norm else 1.0, True)
+        return StepOutcome(norm, 1.0, False, loss_value)
+    return StepOutcome(norm, min(1.0, max_norm / (norm_value + 1e-6)) if max_norm else 1.0, True, loss_value)

@@ -21,13 +21,21 @@ def warmup_factor(config: Config, step: int) -> float:
 
 
 def learning_rate(config: Config, step: int) -> float:
-    """Of the backbone: linear to the peak over the warm-up, then a cosine to `final_share` of it at the last step."""
+    """Of the backbone: linear to the peak over the warm-up, then as `optimizer.schedule` says."""
     optimizer, warmup = config.optimizer, warmup_steps(config)
     if step <= warmup:
         return optimizer.learning_rate * warmup_factor(config, step)
-    progress = (step - warmup) / max(1, config.train.steps - warmup)
-    cosine = 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
-    return optimizer.learning_rate * (optimizer.final_share + (1 - optimizer.final_share) * cosine)
+    progress = min(1.0, (step - warmup) / max(1, config.train.steps - warmup))
+    if optimizer.schedule == "constant":
+        above = 1.0
+    elif optimizer.schedule == "cosine":
+        above = 0.5 * (1 + math.cos(math.pi * progress))
+    elif optimizer.schedule == "linear":
+        above = 1 - progress
+    else:
+        steps = config.train.steps
+        above = min(1.0, (steps - step) / max(1, round(optimizer.decay_share * steps)))
+    return optimizer.learning_rate * (optimizer.final_share + (1 - optimizer.final_share) * above)
 
 
 def table_rates(config: Config, step: int, num_rows: int) -> TableRates:

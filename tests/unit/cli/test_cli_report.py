@@ -132,33 +132,6 @@ def test_a_folder_without_a_run_is_refused(tmp_path: Path, what: str, capsys: py
     assert f"'{folder}' is not a run folder: it has no metrics.jsonl" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(
-    "line",
-    [
-        b"not json",
-        b"[1, 2]",
-        b"3",
-        b"null",
-        b'{"step": 3}',
-        b'{"kind": "train"}',
-        b'{"kind": "train", "step": 3}',
-        b'{"kind": "validation", "step": 3, "loss": 1.0}',
-        b'{"kind": ["train"], "step": 3}',
-        b"\xff\xfe",
-        b"",
-    ],
-)
-def test_a_broken_line_is_named_by_its_number(complete: Path, line: bytes, capsys: pytest.CaptureFixture[str]) -> None:
-    metrics = complete / "metrics.jsonl"
-    lines = metrics.read_bytes().splitlines()
-    lines.insert(2, line)
-    metrics.write_bytes(b"\n".join(lines) + b"\n")
-    assert main(["report", str(complete)]) == 2
-    error = capsys.readouterr().err
-    assert f"'{metrics}', line 3 is not a metrics record" in error
-    assert error.count("\n") == 1
-
-
 def test_a_last_line_cut_off_by_a_kill_does_not_hide_the_run(
     unfinished: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

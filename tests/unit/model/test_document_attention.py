@@ -1,5 +1,8 @@
 """Attention inside documents against a dense mask; labels and f-grams at the borders of documents."""
 
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 import tiny_models as tiny
@@ -53,7 +56,7 @@ def test_documents_one_by_one_equal_the_dense_mask_with_gradients(length, share_
 def test_flex_attention_equals_the_dense_mask_with_gradients(monkeypatch):
     # On the CPU torch refuses its backward pass, though uncompiled, as here, it is there.
     monkeypatch.setattr("torch.nn.attention.flex_attention._validate_device", lambda *_: None)
-    monkeypatch.setattr(module, "_compiled_flex_attention", flex_attention)
+    monkeypatch.setattr(module, "_compiled_flex_attention", lambda: flex_attention)
     documents = documents_of(300, 0.02)
     block_mask = build_block_mask(documents)
     found = with_gradients(lambda *qkv: document_attention(*qkv, block_mask), torch.float32, 300)
@@ -62,6 +65,27 @@ def test_flex_attention_equals_the_dense_mask_with_gradients(monkeypatch):
         lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=True), torch.float32, 300
     )
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_training_is_imported_without_inductor():
+    """Which would take every rank 0.7 s of CPU, used or not."""
+    code = "import sys, xgram_dist.train.trainer; print('torch._inductor.compile_fx' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_a_compiled_block_has_flex_attention_in_its_graph():
+    graphs = []
+
+    def keep(graph, _):
+        graphs.append(graph)
+        return graph
+
+    mask = build_block_mask(documents_of(300, 0.02))
+    q, k = torch.randn(2, 4, 300, 8), torch.randn(2, 2, 300, 8)
+    torch.compile(document_attention, backend=keep, fullgraph=True)(q, k, k, mask)
+    (graph,) = graphs
+    called = [str(node.target) for node in graph.graph.nodes if node.op == "call_function"]
+    assert called.count("flex_attention") == 1
 
 
 @pytest.mark.parametrize("length", [60, 128, 1000, 1024])

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import tiny_models as tiny
+import torch
 
 from xgram_dist.optim.schedule import learning_rate, table_multipliers, warmup_factor, warmup_steps
 
@@ -52,3 +53,32 @@ def test_multiplier_of_the_small_model_is_the_authors():
 def test_multipliers_of_vip_and_body_rows(rule, expected):
     settings = tiny.config(memory={"learning_rate": rule})
     assert table_multipliers(settings, 60) == pytest.approx(expected)
+
+
+def rates_of_torch(steps, *schedulers):
+    """What torch's schedulers, one after the other, give for steps 1, 2, ..."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(()))], lr=1e-3)
+    made = [make(optimizer) for make, _ in schedulers]
+    ends = [end for _, end in schedulers][:-1]
+    chain = torch.optim.lr_scheduler.SequentialLR(optimizer, made, ends)
+    rates = []
+    for _ in range(steps):
+        optimizer.step()
+        chain.step()
+        rates.append(chain.get_last_lr()[0])
+    return rates
+
+
+def test_linear_wsd_and_constant_are_torchs_schedulers():
+    lr = torch.optim.lr_scheduler
+    warmup = (lambda o: lr.LinearLR(o, 1e-12, 1.0, 10), 10)
+    constant = (lambda o: lr.ConstantLR(o, 1.0), None)
+    falling = (lambda o: lr.LinearLR(o, 1.0, 0.1, 190), None)
+    for schedule, *rest in (("linear", falling), ("constant", constant)):
+        settings = run(schedule=schedule)
+        expected = rates_of_torch(200, warmup, *rest)
+        assert [learning_rate(settings, u) for u in range(1, 201)] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    settings = run(schedule="wsd", decay_share=0.3)
+    plateau, decay = (lambda o: lr.ConstantLR(o, 1.0), 140), (lambda o: lr.LinearLR(o, 1.0, 0.1, 60), None)
+    expected = rates_of_torch(200, warmup, plateau, decay)
+    assert [learning_rate(settings, u) for u in range(1, 201)] == pytest.approx(expected, rel=1e-6, abs=1e-12)

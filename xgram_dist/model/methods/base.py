@@ -72,9 +72,12 @@ TABLE_KEYS = (
     "count_updates",
     "rows",
     "placement",
+    "rows_dtype",
+    "moments",
     "folder",
     "window",
     "wire",
+    "shard",
 )
 """Keys of `memory` that every method with tables reads."""
 COMMON_KEYS = ("method", "compression", "plan_ahead", "overlap")
@@ -320,6 +323,11 @@ def check_method(config: Config) -> None:
     """To be called before a recipe is used: `config.load` knows no methods."""
     method, memory = method_of(config), config.memory
     if method.backbone_only:
+        if config.train.freeze_backbone:
+            raise UserError(
+                f"train.freeze_backbone = true leaves nothing to train with memory.method = {method.name}; set "
+                f"a method with tables"
+            )
         return
     _check_keys(method)
     if method.trains_tables and not method.hashes_tokens and memory.compression != 1:

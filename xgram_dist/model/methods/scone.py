@@ -126,7 +126,7 @@ class FgramNetwork(nn.Module):
         self.tables = [GRAMS]
         self.blocks = nn.ModuleList(FgramBlock(config, axis) for _ in range(config.memory.scone.layers))
         model = config.model
-        cos, sin = rotary_cos_sin(config.memory.scone.longest, model.width // model.heads, model.rope_theta)
+        cos, sin = rotary_cos_sin(model, config.memory.scone.longest)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
 
