@@ -1,13 +1,18 @@
 # make demo   from nothing to a trained X-gram model beside its vanilla twin
 # make test   all tests (lint, types, pytest, jobs on a Slurm of its own)
 # make test-fast  lint, types, unit and parity tests (under 5 minutes); several ranks, goldens, kills and Slurm are left out
-# make soak   a run that is killed 60 times (some minutes)
+# make serving  the environment of vLLM; make test-serving  tests of the served model in it
+# make titan  the environment of torchtitan, and the example with its Llama on two ranks
+# make soak   runs that are killed KILLS=60 times, everywhere, on Slurm too; 200 take half an hour to an hour
+# make fuzz   100,000 damaged and odd files for the readers (a minute)
+# make dist   the source archive and the wheel, in dist/; make test-package  the wheel in an environment of its own
 # make golden writes the file of this kind of CPU in tests/golden/goldens anew (some minutes)
 PYTHON ?= $(shell command -v python3.11 || command -v python3)
 BIN := .venv/bin
+KILLS ?= 60
 RUN := $(BIN)/xgram-dist
 
-.PHONY: demo test test-fast slurm soak golden lint lock peers reference clean
+.PHONY: demo test test-fast slurm soak fuzz golden lint lock peers reference clean serving test-serving titan dist test-package
 
 .venv/installed: requirements.lock pyproject.toml
 	@echo "== environment in .venv (a few minutes, once)"
@@ -30,9 +35,14 @@ demo: .venv/installed
 	@echo "== 5/5 result"
 	$(RUN) report runs/tiny-vanilla runs/tiny-xgram --picture runs/demo.png
 
-# Kill a run 60 times, at all kinds of moments, and compare its end with that of a run nothing happened to.
-soak: .venv/installed
-	$(BIN)/python tests/resume/soak.py --kills 60
+# Kill runs, at all kinds of moments, on every tier, disk and launcher, and compare their ends with those of runs
+# nothing happened to. SOAK="--only Slurm" for one phase; SOAK="--list FILE" for each kill with its time.
+soak: .venv/installed slurm
+	$(BIN)/python tests/resume/soak.py --kills $(KILLS) $(SOAK)
+
+# Files that nobody wrote. By hand for longer: FUZZ="--inputs 1000000 --seed 1" make fuzz
+fuzz: .venv/installed
+	OMP_NUM_THREADS=1 $(BIN)/python tests/fuzz/fuzz_readers.py $(FUZZ)
 
 # The numbers that tests/golden holds every later tree against. Only where numbers are meant to change.
 golden: .venv/installed
@@ -64,17 +74,49 @@ lint: .venv/installed
 # Resolve all dependencies anew (about ten minutes) and pin them.
 lock:
 	$(PYTHON) -m venv --clear .venv-lock
-	.venv-lock/bin/pip install --quiet --dry-run --ignore-installed --report .venv-lock/report.json '.[deepspeed,eval,dev]'
+	.venv-lock/bin/pip install --quiet --dry-run --ignore-installed --report .venv-lock/report.json '.[deepspeed,eval,s3,streaming,parquet,plots,wandb,mlflow,dev]'
 	$(PYTHON) tools/lock.py .venv-lock/report.json > requirements.lock
 	rm -rf .venv-lock
+
+dist: .venv/installed
+	$(BIN)/python tools/build_dist.py dist
+
+test-package: .venv/installed
+	$(BIN)/pytest tests/package
 
 # The environment of the benchmark's peers.
 peers:
 	$(PYTHON) -m venv --clear tools/peers/.venv
 	tools/peers/.venv/bin/pip install --disable-pip-version-check --no-deps -r tools/peers/requirements.txt
 
+# The environment that serves exported models: vLLM for CPUs, and this package as its plugin.
+tools/serving/.venv/installed: tools/serving/requirements.txt pyproject.toml
+	@echo "== environment of serving in tools/serving/.venv (a few minutes, once)"
+	$(PYTHON) -m venv --clear tools/serving/.venv
+	tools/serving/.venv/bin/pip install --disable-pip-version-check --no-deps -r tools/serving/requirements.txt
+	tools/serving/.venv/bin/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+serving: tools/serving/.venv/installed
+
+test-serving: .venv/installed serving
+	OMP_NUM_THREADS=1 $(BIN)/pytest --durations=5 tests/serving
+
+# The environment of the torchtitan example, and the example on two ranks.
+tools/titan/.venv/installed: tools/titan/requirements.txt pyproject.toml
+	@echo "== environment of torchtitan in tools/titan/.venv (a few minutes, once)"
+	$(PYTHON) -m venv --clear tools/titan/.venv
+	tools/titan/.venv/bin/pip install --disable-pip-version-check --no-deps -r tools/titan/requirements.txt
+	tools/titan/.venv/bin/pip install --disable-pip-version-check --no-deps --no-build-isolation -e .
+	@touch $@
+
+titan: tools/titan/.venv/installed
+	OMP_NUM_THREADS=1 tools/titan/.venv/bin/python -m torch.distributed.run --standalone --nproc-per-node 2 \
+	    docs/examples/torchtitan_loop.py
+
 reference: .venv/installed
 	$(BIN)/python tools/config_reference.py > docs/configuration.md
+	$(BIN)/xgram-dist schema > recipes/schema.json
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
+	rm -rf .venv build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis
