@@ -187,14 +187,14 @@ def test_packing_makes_a_copy_that_needs_nothing_else(
     run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "packed"
-    assert main(["pack", str(run), "--out", str(out)]) == 0
+    assert main(["checkpoint", "pack", str(run), "--out", str(out)]) == 0
     newest = checkpoints_at(run)[-1]
     assert f"step {int(newest.name[5:])} in '{out}'" in capsys.readouterr().out
     assert all(os.stat(path).st_nlink == 1 for path in out.iterdir())
     before = CheckpointReader(newest).weight(NAME)
     shutil.rmtree(run)
     assert torch.equal(CheckpointReader(out).weight(NAME), before)
-    assert main(["pack", str(out), "--out", str(out)]) == 2
+    assert main(["checkpoint", "pack", str(out), "--out", str(out)]) == 2
     assert "exists; choose another --out" in capsys.readouterr().err
 
 

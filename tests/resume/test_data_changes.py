@@ -1,12 +1,16 @@
-"""Runs whose data changes on the way: stages, skipped positions, and a change that is asked for by name."""
+"""Runs of documents that are kept whole, and runs whose data changes on the way: stages, skipped positions, and a change
+that is asked for by name."""
+
+import json
 
 import numpy as np
 import pytest
 from test_resume import outcome, run_until, small_train
-from train_helpers import LENGTH, read_metrics, small_config
+from train_helpers import LENGTH, make_documents, read_metrics, small_config
 
 from xgram_dist.cli.main import main
 from xgram_dist.config import dump_config
+from xgram_dist.data.manifest import read_manifest
 from xgram_dist.errors import UserError
 from xgram_dist.train.trainer import Trainer
 
@@ -24,7 +28,24 @@ def settings(data, **keys):
 
 @pytest.mark.parametrize("keys", [{"stages": STAGES}, {"skip": [[6, 11], [20, 24]]}], ids=["stages", "skip"])
 def test_a_lost_run_with_stages_or_skips_resumes_to_the_last_bit(data, tmp_path, monkeypatch, keys):
-    config = settings(data, **keys)
+    assert_resumes(settings(data, **keys), tmp_path, monkeypatch)
+
+
+def test_a_lost_run_on_whole_documents_resumes_to_the_last_bit(data, tmp_path, monkeypatch):
+    """With sequences that end in padding, and micro-batches of different numbers of labels."""
+    texts = [text[: 30 + 7 * number % 60] for number, text in enumerate(make_documents(300))]
+    (tmp_path / "raw.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    source = ["--source", f"web={tmp_path / 'raw.jsonl'}", "--tokenizer", str(data / "tokenizer.json")]
+    words = ["--chunk-tokens", str(4 * LENGTH), "--whole-documents", str(LENGTH), "--validation", "0.1"]
+    whole = tmp_path / "data"
+    assert main(["prepare", *source, *words, "--workers", "1", "--out", str(whole)]) == 0
+    assert read_manifest(whole).sources[0].train.padding > 0
+    config = settings(whole, packing="whole_documents")
+    config = config.model_copy(update={"model": config.model.model_copy(update={"label_masking": True})})
+    assert_resumes(config, tmp_path, monkeypatch)
+
+
+def assert_resumes(config, tmp_path, monkeypatch):
     assert Trainer(config, tmp_path / "whole", fresh=False).run() == 0
     expected, expected_weights = outcome(tmp_path / "whole")
     assert read_metrics(tmp_path / "whole", "end")[0]["tokens"] == 8 * STEP

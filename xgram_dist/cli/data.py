@@ -167,7 +167,11 @@ def _print_data(figures: dict[str, Any]) -> None:
         )
     heads = ["source", "weight", "documents", "tokens", "shards", "tokens/document", "10/50/90/99 %", "rejected lines"]
     print_table(heads, rows)
-    packing = "" if figures["sequence_length"] is None else f", whole documents in {figures['sequence_length']:,}"
+    packing = ""
+    if figures["sequence_length"] is not None:
+        padding, tokens = (sum(source[key] for source in figures["sources"]) for key in ("padding", "tokens"))
+        share = 100 * padding / max(1, tokens)
+        packing = f", whole documents in {figures['sequence_length']:,} ({share:.2f} % padding)"
     print(
         f"{figures['split']} split of {figures['data']}: vocabulary {figures['vocabulary']:,}, chunks of "
         f"{figures['chunk_tokens']:,} tokens{packing}, fingerprint {figures['fingerprint'][:12]}"

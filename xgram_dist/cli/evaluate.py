@@ -143,7 +143,7 @@ def _show_scores(runs: "list[EvaluationResult]", args: argparse.Namespace) -> in
     header, rows = scoring_table(runs[0])
     if rows:
         print()
-        print_table(header, rows)
+        print_table(header, rows, left=(0, 4))
     return 0
 
 

@@ -1,4 +1,4 @@
-"""`xgram-dist inspect`, `pack`: what a checkpoint holds, whether it is undamaged, and a copy of it. Import no torch."""
+"""`xgram-dist inspect`, `checkpoint pack`: what a checkpoint holds, whether it is undamaged, and a copy of it. Import no torch."""
 
 import argparse
 import json
@@ -147,11 +147,12 @@ def _size(count: int) -> str:
 
 
 PACK_EXAMPLES = """
-  xgram-dist pack runs/tiny-xgram --out tiny-xgram-180
+  xgram-dist checkpoint pack runs/tiny-xgram --out tiny-xgram-180
 """
 
 
 def add_pack_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("action", choices=["pack"], help="pack: copy it, and read the copy against its checksums")
     parser.add_argument("path", metavar="PATH", help="a checkpoint, or a run: then its newest checkpoint")
     parser.add_argument("--out", required=True, metavar="DIR", help="folder to write; must not exist")
 
@@ -172,5 +173,5 @@ def run_pack(args: argparse.Namespace) -> int:
 
 COMMANDS = {
     "inspect": Command(EXAMPLES, add_arguments, run),
-    "pack": Command(PACK_EXAMPLES, add_pack_arguments, run_pack),
+    "checkpoint": Command(PACK_EXAMPLES, add_pack_arguments, run_pack),
 }

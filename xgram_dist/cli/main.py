@@ -47,7 +47,7 @@ COMMANDS = {
     "generate": Entry("inference", "generate text from a checkpoint"),
     "export": Entry("inference", "write a checkpoint as a Hugging Face folder"),
     "inspect": Entry("inspect", "show what a checkpoint contains, and verify its checksums"),
-    "pack": Entry("inspect", "copy a checkpoint with all that it needs into a folder of its own"),
+    "checkpoint": Entry("inspect", "pack: copy a checkpoint with all that it needs into a folder of its own"),
     "diagnose": Entry("analysis", "measure what the tables of a checkpoint learned, as in the paper"),
     "compare": Entry("analysis", "train recipes on several seeds, and compare them on one page"),
     "report": Entry("analysis", "summarise one or more runs as a table, a picture and a page"),

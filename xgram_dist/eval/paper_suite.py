@@ -23,12 +23,16 @@ class Benchmark:
     """That it is scored on; None: lm-eval's."""
     by_category: bool = False
     """MMLU: the mean over its four categories; otherwise over all questions."""
+    note: str = ""
+    """What lm-eval cannot do as the authors' evaluator does."""
 
     @property
     def name(self) -> str:
         """Of the generated task. One benchmark is in the suite twice, with different numbers of shots."""
         return f"{self.task}_{self.shots}shot" if not self.averaged and self.shots else self.task
 
+
+_LETTERS = "lm-eval asks for letters, of one length; the authors: acc_norm of answers"
 
 PAPER = (
     Benchmark("SciQ", "sciq", 0, "sciq/sciq.yaml", metric="acc"),
@@ -41,8 +45,8 @@ PAPER = (
     Benchmark("BoolQ", "boolq", 0, "super_glue/boolq/default.yaml", metric="acc"),
     Benchmark("OBQA", "openbookqa", 0, "openbookqa/openbookqa.yaml", metric="acc_norm"),
     Benchmark("MMLU", "mmlu", 5, "mmlu/default", metric="acc", split="validation", by_category=True),
-    Benchmark("CSQA", "commonsense_qa", 0, "commonsense_qa/default.yaml", averaged=False),
-    Benchmark("CSQA-5", "commonsense_qa", 5, "commonsense_qa/default.yaml", averaged=False),
+    Benchmark("CSQA", "commonsense_qa", 0, "commonsense_qa/default.yaml", averaged=False, note=_LETTERS),
+    Benchmark("CSQA-5", "commonsense_qa", 5, "commonsense_qa/default.yaml", averaged=False, note=_LETTERS),
 )
 """In the order of the paper's columns; the last two are in its suite but not in its table."""
 

@@ -132,7 +132,7 @@ def comparison_table(runs: list[EvaluationResult], *, paper: bool) -> tuple[list
 
 
 def scoring_table(run: EvaluationResult) -> tuple[list[str], list[list[str]]]:
-    """(header, rows): shots, split and metric behind each of the paper's columns."""
+    """(header, rows): shots, split and metric behind each of the paper's columns, and where lm-eval cannot follow."""
     results, rows = run.results, []
     for benchmark in PAPER:
         config = results.get("configs", {}).get("mmlu_anatomy" if benchmark.task == "mmlu" else benchmark.name)
@@ -142,8 +142,8 @@ def scoring_table(run: EvaluationResult) -> tuple[list[str], list[list[str]]]:
         split = config.get("test_split") or config.get("validation_split")
         by_category = benchmark.task == "mmlu" and all(name in results.get("groups", {}) for name in CATEGORIES)
         metric = f"{score[0]}, mean of {len(CATEGORIES)} categories" if by_category else score[0]
-        rows.append([benchmark.column, str(config.get("num_fewshot") or 0), str(split), metric])
-    return ["column", "shots", "split", "metric"], rows
+        rows.append([benchmark.column, str(config.get("num_fewshot") or 0), str(split), metric, benchmark.note])
+    return ["column", "shots", "split", "metric", ""], rows
 
 
 def _format_score(value: float | None) -> str:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer as Library
 from train_helpers import small_config
 
+from xgram_dist.cli.main import main
 from xgram_dist.data.manifest import read_manifest
 from xgram_dist.data.packing import DocumentPacker, count_padding
 from xgram_dist.data.prepare import Outcome
@@ -62,7 +63,9 @@ def test_sequences_are_those_packed_by_hand_however_the_documents_arrive(
     assert count_padding(np.array(out), length, END) == padding
 
 
-def test_prepare_packs_whole_documents_and_counts_no_padding(run_prepare: Prepare, tmp_path: Path, bpe: Path) -> None:
+def test_prepare_packs_whole_documents_and_counts_no_padding(
+    run_prepare: Prepare, tmp_path: Path, bpe: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     texts = make_texts(300, 5)
     write_packed(tmp_path / "raw" / "a.jsonl", jsonl(texts))
     outcome = run_prepare({"one": tmp_path / "raw"}, sequence_length=32)
@@ -86,6 +89,8 @@ def test_prepare_packs_whole_documents_and_counts_no_padding(run_prepare: Prepar
     counts = np.load(tmp_path / "out" / "counts.npz")["counts"]
     assert counts.sum() == chunks.size - padding
     assert outcome.dropped_tokens > 0
+    assert main(["data", str(tmp_path / "out")]) == 0
+    assert f"whole documents in 32 ({100 * padding / chunks.size:.2f} % padding)" in capsys.readouterr().out
 
 
 def test_sequences_of_another_length_and_labels_on_padding_are_refused(run_prepare: Prepare, tmp_path: Path) -> None:
