@@ -84,6 +84,7 @@ def test_each_bad_line_is_named_by_reason_and_line_and_the_good_ones_are_kept(tm
         b'{"text": "bad \xff byte"}',
         b"[1, 2]",
         b"",
+        b'{"text": "half a pair: \\ud83d"}',
         b'{"text": "good two"}',
     ]
     path = tmp_path / "bad.jsonl"
@@ -98,6 +99,7 @@ def test_each_bad_line_is_named_by_reason_and_line_and_the_good_ones_are_kept(tm
         (documents.NOT_TEXT, 7),
         (documents.INVALID, 8),
         (documents.BROKEN, 9),
+        (documents.BROKEN, 11),
     ]
     assert str(rejections_of(path)[0]).startswith(f"{path}:2: broken JSON")
 
