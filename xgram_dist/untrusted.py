@@ -3,8 +3,9 @@
 A file inside a folder that was copied or downloaded (a checkpoint, a data set, a run) is opened with `open_file`:
 a regular file, never through a link, and without waiting for a fifo. A path that the user typed may be a link
 (`follow=True`), for model hubs keep their files behind links. `read_file` bounds the bytes, `parse_json` the depth,
-`check_name` keeps a name from a file inside its folder. What is wrong is a `BadFileError`: one line, control characters
-escaped, cut to `errors.MAX_MESSAGE` characters. Nothing here writes.
+`check_name` keeps a name from a file inside its folder, `check_address` keeps credentials out of addresses. What is
+wrong with a file is a `BadFileError`: one line, control characters escaped, cut to `errors.MAX_MESSAGE` characters.
+Nothing here writes.
 """
 
 import json
@@ -14,7 +15,7 @@ import stat
 from pathlib import Path
 from typing import Any, NoReturn
 
-from xgram_dist.errors import BadFileError, one_line
+from xgram_dist.errors import BadFileError, UserError, one_line
 
 MAX_JSON_BYTES = 256 << 20
 """Of any JSON file: the manifest of a checkpoint of some thousand ranks."""
@@ -171,3 +172,12 @@ def check_name(path: Path, name: object, error: type[BadFileError] = BadFileErro
     if not isinstance(name, str) or not is_plain_name(name):
         raise error(f"'{path}' names a file {shown(name)}, which is not a plain name: it could lie outside its folder")
     return name
+
+
+def check_address(address: str) -> None:
+    """Before an address is written or shown anywhere. A secret may hold a slash, so that a colon is all that is left of
+    it before the first one; no bucket has a colon."""
+    scheme, found, rest = address.partition("://")
+    host = rest.partition("/")[0]
+    if found and scheme not in ("abfs", "abfss", "sftp") and ("@" in host or (":" in host and "@" in rest)):
+        raise UserError(f"an address of '{scheme}://' must not hold credentials; set them in the environment instead")

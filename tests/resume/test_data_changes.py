@@ -1,5 +1,5 @@
-"""Runs of documents that are kept whole, and runs whose data changes on the way: stages, skipped positions, and a change
-that is asked for by name."""
+"""Runs of documents that are kept whole, and runs whose data changes on the way: stages, skipped positions, and a
+change that is asked for by name."""
 
 import json
 

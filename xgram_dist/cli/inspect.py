@@ -1,4 +1,7 @@
-"""`xgram-dist inspect`, `checkpoint pack`: what a checkpoint holds, whether it is undamaged, and a copy of it. Import no torch."""
+"""`xgram-dist inspect`, `checkpoint pack`: what a checkpoint holds, whether it is undamaged, and a copy of it.
+
+Imports no torch.
+"""
 
 import argparse
 import json

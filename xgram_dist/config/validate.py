@@ -4,6 +4,7 @@ and the way out. What a method asks of its own keys is checked by `model.methods
 
 from xgram_dist.config.schema import Config
 from xgram_dist.errors import UserError
+from xgram_dist.untrusted import check_address
 
 
 def check(config: Config) -> None:
@@ -12,6 +13,10 @@ def check(config: Config) -> None:
     _check_parallel(config)
     _check_placement(config)
     _check_stored_types(config)
+    stages = [stage.remote for stage in config.data.stages]
+    for address in (config.data.remote, config.checkpoint.remote, *stages):
+        if address is not None:
+            check_address(address)
     accumulation(config, ranks=1)
 
 

@@ -25,7 +25,7 @@ from typing import Any, NoReturn, Protocol, TypeVar
 import xxhash
 
 from xgram_dist.errors import BadFileError, UserError, optional_package
-from xgram_dist.untrusted import MAX_JSON_BYTES, read_file
+from xgram_dist.untrusted import MAX_JSON_BYTES, check_address, read_file
 
 T = TypeVar("T")
 
@@ -83,10 +83,9 @@ def open_store(address: str) -> Store:
     """The store of all objects below an address."""
     if not is_address(address):
         return _FolderStore(Path(address))
+    check_address(address)
     scheme, _, rest = address.partition("://")
     host = rest.partition("/")[0]
-    if "@" in host and scheme not in ("abfs", "abfss", "sftp"):
-        raise UserError(f"an address of '{scheme}://' must not hold credentials; set them in the environment instead")
     if scheme == "file":
         return _FolderStore(Path(rest))
     if scheme == "s3":

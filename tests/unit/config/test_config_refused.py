@@ -227,6 +227,14 @@ def test_data_must_come_from_exactly_one_place(data: dict[str, str]) -> None:
         check_files(config)
 
 
+@pytest.mark.parametrize("key", ["data.remote", "checkpoint.remote"])
+def test_an_address_with_credentials_is_refused_before_anything_is_written_and_not_shown(key: str) -> None:
+    for secret in ("AKIA:secret@bucket", "AKIA:sec/ret@bucket"):
+        with pytest.raises(UserError, match="must not hold credentials") as error:
+            build_config(changed({key: f"s3://{secret}/mix"}))
+        assert "AKIA" not in str(error.value)
+
+
 def test_files_that_are_there_are_taken(tmp_path: Path) -> None:
     check_files(build_config(changed({"data.path": str(tmp_path)})))
     check_files(build_config(changed({"data.remote": "s3://bucket/mix"})))

@@ -111,9 +111,10 @@ def test_credentials_are_in_no_error_and_no_address(
         with pytest.raises(UserError) as caught:
             fetch(address, open_store(address), "dataset.json", 3)
         shown += [str(caught.value), repr(caught.value.__cause__)]
-    with pytest.raises(UserError) as caught:
-        open_store(f"s3://{KEY}:{SECRET}@bucket/data")
-    shown.append(str(caught.value))
+    for address in (f"s3://{KEY}:{SECRET}@bucket/data", f"s3://{KEY}:a/b{SECRET}@bucket/data"):
+        with pytest.raises(UserError) as caught:
+            open_store(address)
+        shown.append(str(caught.value))
     everything = "\n".join([*shown, caplog.text])
     assert SECRET not in everything
     assert KEY not in everything
