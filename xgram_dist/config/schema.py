@@ -53,7 +53,7 @@ class RopeScalingConfig(Section):
 class ModelConfig(Section):
     """The dense backbone: decoder-only, grouped-query attention, SwiGLU, untied head."""
 
-    vocabulary: Annotated[int, Field(gt=0, le=1 << 26)]
+    vocabulary: Annotated[int, Field(gt=0, le=1 << 27)]
     """Rows of the input embedding and of the output head: the tokenizer's vocabulary, or more to pad it."""
     layers: Count
     """Number of transformer blocks."""

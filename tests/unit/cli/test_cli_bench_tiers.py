@@ -70,3 +70,7 @@ def test_nine_in_ten_of_the_frequent_tokens_fit():
     assert zipf < 0.05 * tiers.ROWS < 0.4 * tiers.ROWS < uniform
     assert 0.85 < tiers.share_that_fits("zipf") < 0.95
     assert tiers.share_that_fits("uniform") == pytest.approx(0.25, abs=0.01)
+
+
+def test_the_grown_tables_are_within_the_limits_of_a_recipe():
+    assert exchange.workload(tiers.ROWS * tiers.GROWTH, exchange.WIDTH, rows="touched").memory.rows == "touched"
