@@ -16,7 +16,7 @@ from pathlib import Path
 
 from xgram_dist.cluster.slurm.commands import job_environment, run_command
 from xgram_dist.errors import BadFileError, UserError, one_line
-from xgram_dist.untrusted import JsonError, parse_json, read_file
+from xgram_dist.untrusted import JsonError, open_itself, parse_json, read_file
 
 FILE = "nodes.jsonl"
 FORGET_SECONDS = 86_400.0
@@ -50,7 +50,7 @@ def note_node(run: Path, node: str, kind: str, why: str) -> None:
     try:
         path = run / "slurm" / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", opener=open_itself) as file:
             file.write(json.dumps(asdict(event)) + "\n")
     except OSError:
         return
