@@ -91,11 +91,11 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    if PARENT in os.environ:
-        from xgram_dist.parallel.launch import end_with_parent
-
-        end_with_parent(whole_number(os.environ, PARENT))
     try:
+        if PARENT in os.environ:
+            from xgram_dist.parallel.launch import end_with_parent
+
+            end_with_parent(whole_number(os.environ, PARENT))
         exit_code = _run(words)
         sys.stdout.flush()  # a full device is an error while it can still be reported
         return exit_code

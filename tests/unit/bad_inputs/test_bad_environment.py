@@ -4,6 +4,7 @@ import pytest
 from refusals import check_sentence
 
 from xgram_dist.checkpoint.lease import _job
+from xgram_dist.cli.main import main
 from xgram_dist.cluster.slurm.commands import rank_environment
 from xgram_dist.environment import Place, SlurmJob, node_names, read_place, read_slurm_job, slurm_cpus
 from xgram_dist.errors import UserError
@@ -133,6 +134,12 @@ def test_of_the_names_of_nodes(nodes: str) -> None:
     with pytest.raises(UserError) as error:
         node_names(4, {"XGRAM_DIST_NODES": nodes})
     check_sentence(error.value, "XGRAM_DIST_NODES = 'a", "the nodes of 4 ranks")
+
+
+def test_of_a_parent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XGRAM_DIST_PARENT", "nobody")
+    assert main(["plan"]) == 2
+    assert capsys.readouterr().err.startswith("xgram-dist plan: XGRAM_DIST_PARENT = 'nobody' in the environment: ")
 
 
 def test_of_a_restarted_job() -> None:
