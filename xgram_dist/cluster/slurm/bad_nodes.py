@@ -24,6 +24,8 @@ LOST, FAILED, SLOW = "lost", "failed", "slow"
 TIMES = 2
 """Failures after which a node is left out."""
 MAX_BYTES = 16 << 20
+MAX_TIME = 1e11
+"""Unix time: the year 5138."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", re.ASCII)
 
 
@@ -69,7 +71,8 @@ def read_events(run: Path, since: float = 0.0) -> list[NodeEvent]:
         except (JsonError, TypeError, ValueError):
             continue
         sound = all(isinstance(text, str) for text in (event.node, event.kind, event.why))
-        sound = sound and type(event.time) in (int, float) and _NAME.fullmatch(event.node) is not None
+        sound = sound and type(event.time) in (int, float) and 0 <= event.time < MAX_TIME
+        sound = sound and _NAME.fullmatch(event.node) is not None
         if sound and event.time > since:
             events.append(event)
     return events
