@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from xgram_dist.errors import MAX_MESSAGE, UserError, is_out_of_memory, one_line
+from xgram_dist.errors import UserError, is_out_of_memory, one_line
 
 if TYPE_CHECKING:
     from xgram_dist.parallel.process_group import ProcessGroup
@@ -22,8 +22,8 @@ MACHINE_FAULTS = frozenset(
     | {errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE}
 )
 """Errors of the system that no code of ours causes: one sentence, without a traceback."""
-MAX_SENTENCE = 1000
-"""Characters of a `UserError` as it is printed; it may hold names that came from anywhere."""
+MAX_SENTENCE, MAX_NAME = 1000, 300
+"""Characters of a `UserError` and of a file's name as they are printed; names may have come from anywhere."""
 MOST_RANKS_HERE = 1024
 GRACE_SECONDS = 1.0
 """Between a `UserError` and the exit of a rank. Others may still be in the collective after which all raise it."""
@@ -100,7 +100,7 @@ def report_error(command: str, error: BaseException, rank: int | None = None) ->
     elif isinstance(error, BrokenPipeError):  # `xgram-dist plan ... | head`
         exit_code = 141
     elif isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
-        where = f"'{one_line(str(error.filename), MAX_MESSAGE)}': " if error.filename else ""
+        where = f"'{one_line(str(error.filename), MAX_NAME)}': " if error.filename else ""
         print(f"{name}: {where}{error.strerror}", file=sys.stderr)
     elif is_out_of_memory(error):
         print(f"{name}: out of memory ({one_line(_first_line(error), 200)})", file=sys.stderr)

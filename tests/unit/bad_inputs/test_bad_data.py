@@ -137,6 +137,13 @@ def test_an_end_of_text_of_newlines_is_one_line(copy: Path, capfd: pytest.Captur
     assert len(error) < 400
 
 
+def test_a_vocabulary_that_no_file_holds_is_one_sentence(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["frequencies", str(copy), "--vocabulary", "9" * 20, "--out", str(copy / "f.npz")]
+    assert main(words) == 2
+    assert "is above the limit of" in capfd.readouterr().err
+    assert not (copy / "f.npz").exists()
+
+
 def test_counts_that_are_cut_off_are_one_sentence(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:
     counts = (copy / "counts.npz").read_bytes()
     (copy / "counts.npz").write_bytes(counts[: len(counts) // 2])
