@@ -4,11 +4,12 @@ Every variable is read and checked here. A mistake is one sentence with the vari
 
     RANK, WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT    of torchrun, of `--ranks`, or set by hand
     SLURM_PROCID, SLURM_STEP_NUM_TASKS, SLURM_LOCALID         of srun    } `launcher_variables` translates them
+    SLURM_JOB_ID, SLURM_RESTART_COUNT and others              of a job: `read_slurm_job`
     OMPI_COMM_WORLD_*, PMI_*                                  of mpirun  }
     XGRAM_DIST_TOKEN                                          a secret that all ranks of a run share
     XGRAM_DIST_PARENT, XGRAM_DIST_LISTEN_FD                   of `--ranks` alone: see parallel/launch.py
-    XGRAM_DIST_JOB, XGRAM_DIST_STOP_FILE                      of a job's first process: which start of which run this
-                                                              is; a file that asks to save and end
+    XGRAM_DIST_JOB, XGRAM_DIST_STOP_FILE, XGRAM_DIST_NODES    of a job's first process: which start of which run this
+                                                              is; a file that asks to save and end; names of nodes
 
 Standard library only: the first process of a Slurm job uses this with the host's Python.
 """
@@ -21,9 +22,10 @@ from dataclasses import dataclass
 from xgram_dist.errors import UserError, one_line
 
 TOKEN, PARENT, LISTEN_FD = "XGRAM_DIST_TOKEN", "XGRAM_DIST_PARENT", "XGRAM_DIST_LISTEN_FD"
-JOB, STOP_FILE = "XGRAM_DIST_JOB", "XGRAM_DIST_STOP_FILE"
+JOB, STOP_FILE, NODES = "XGRAM_DIST_JOB", "XGRAM_DIST_STOP_FILE", "XGRAM_DIST_NODES"
 MOST_RANKS = 1 << 20
 _JOB = re.compile(r"([0-9]{1,20}):([0-9]{1,9})\.([0-9]{1,9})\.([0-9]{1,9})", re.ASCII)
+_CPUS = re.compile(r"([0-9]{1,6})(?:\(x[0-9]{1,6}\))?", re.ASCII)
 _SLURM = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS", "LOCAL_RANK": "SLURM_LOCALID"}
 _MPI = (
     {
@@ -118,6 +120,58 @@ def _translate(environment: Mapping[str, str], names: dict[str, str]) -> dict[st
         raise UserError(f"{names['RANK']} = {rank} is not below {names['WORLD_SIZE']} = {size}")
     local_rank = whole_number(environment, names["LOCAL_RANK"])
     return {"RANK": str(rank), "WORLD_SIZE": str(size), "LOCAL_RANK": str(local_rank)}
+
+
+@dataclass(frozen=True)
+class SlurmJob:
+    """Where this process runs under Slurm."""
+
+    number: int
+    id: str
+    """As Slurm's commands take it: ARRAY_TASK for a task of an array, whose last task has the number of the array."""
+    restart: int
+    """How often Slurm has started the job again."""
+    nodelist: str
+    """Its nodes, as Slurm writes lists."""
+
+
+def read_slurm_job(environment: Mapping[str, str] = os.environ) -> SlurmJob:
+    number = whole_number(environment, "SLURM_JOB_ID", least=1)
+    job = str(number)
+    if environment.get("SLURM_ARRAY_JOB_ID"):
+        array = whole_number(environment, "SLURM_ARRAY_JOB_ID", least=1)
+        job = f"{array}_{whole_number(environment, 'SLURM_ARRAY_TASK_ID')}"
+    nodelist = environment.get("SLURM_JOB_NODELIST", "")
+    if not nodelist or nodelist.startswith("-") or not nodelist.isprintable():
+        raise UserError(
+            f"SLURM_JOB_NODELIST = '{_shown(nodelist)}' in the environment: must be a list of nodes such as n[1-2,7]; "
+            f"run this within a job of Slurm"
+        )
+    return SlurmJob(number, job, whole_number(environment, "SLURM_RESTART_COUNT", default=0), nodelist)
+
+
+def slurm_cpus(environment: Mapping[str, str] = os.environ) -> int:
+    """CPUs that the ranks of a node share: those asked for, else what the job has on its smallest node; 0: unknown."""
+    if asked := whole_number(environment, "SLURM_CPUS_PER_TASK", default=0):
+        return asked
+    given = environment.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 96(x2),64
+    matches = [_CPUS.fullmatch(part) for part in given.split(",") if part]
+    if None in matches:
+        raise UserError(
+            f"SLURM_JOB_CPUS_PER_NODE = '{_shown(given)}' in the environment: must be numbers such as 96(x2),64"
+        )
+    return min((int(match[1]) for match in matches if match is not None), default=0)
+
+
+def node_names(size: int, environment: Mapping[str, str] = os.environ) -> list[str]:
+    """Names of the nodes of `size` ranks in their order, as many ranks on each; none where they are not known."""
+    nodes = [node for node in environment.get(NODES, "").split(",") if node]
+    if nodes and (size % len(nodes) or not all(map(str.isprintable, nodes))):
+        raise UserError(
+            f"{NODES} = '{_shown(environment[NODES])}' in the environment: must name the nodes of {size} ranks, which "
+            f"have as many ranks each; leave it out if that is not known"
+        )
+    return nodes
 
 
 def start_of_job(environment: Mapping[str, str]) -> tuple[str, list[int]] | None:

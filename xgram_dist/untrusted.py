@@ -5,7 +5,7 @@ a regular file, never through a link, and without waiting for a fifo. A path tha
 (`follow=True`), for model hubs keep their files behind links. `read_file` bounds the bytes, `parse_json` the depth,
 `check_name` keeps a name from a file inside its folder, `check_address` keeps credentials out of addresses. What is
 wrong with a file is a `BadFileError`: one line, control characters escaped, cut to `errors.MAX_MESSAGE` characters.
-Nothing here writes.
+Nothing here writes; `open_itself` is for those who do.
 """
 
 import json
@@ -76,6 +76,12 @@ def open_file(path: Path, *, follow: bool = False, error: type[BadFileError] = B
 
 def _refuse_kind(path: Path, kind: int, error: type[BadFileError]) -> NoReturn:
     raise error(f"'{path}' is {_KINDS.get(kind, 'no file')}, not a regular file; put the file itself in its place")
+
+
+def open_itself(path: str, flags: int) -> int:
+    """The opener of a file to write in a folder that may have come from anybody: not what a link points to, and
+    without waiting for the reader of a pipe."""
+    return os.open(path, flags | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
 
 
 def read_file(

@@ -32,7 +32,7 @@ from xgram_dist.errors import UserError
 from xgram_dist.parallel.launch import end_with_parent
 
 CPU_SECONDS, HANG_SECONDS, MEGABYTES = 1.0, 20.0, 500
-LONGEST_MESSAGE = 1000
+LONGEST_MESSAGE = 400
 FEWEST, SHOWN = 10, 2
 """Inputs of a reader; findings of one reader and place that are printed and kept."""
 ADDRESS_SPACE = 8 << 30

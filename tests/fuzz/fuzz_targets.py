@@ -30,6 +30,7 @@ from xgram_dist.analysis.compare.runs import ComparisonState
 from xgram_dist.analysis.diagnose.figures import read_figures
 from xgram_dist.analysis.report.run_page import run_page
 from xgram_dist.analysis.report.runs import read_run, summary
+from xgram_dist.analysis.watch.screen import watch
 from xgram_dist.checkpoint import lease
 from xgram_dist.checkpoint.folder import checkpoints_at
 from xgram_dist.checkpoint.init_from import init_from_checkpoint
@@ -41,6 +42,7 @@ from xgram_dist.checkpoint.row_ids import row_id_digest
 from xgram_dist.checkpoint.safetensors_io import RawFile
 from xgram_dist.cli.main import _run as command
 from xgram_dist.cluster.slurm.attempts import read_attempts
+from xgram_dist.cluster.slurm.bad_nodes import excluded_nodes
 from xgram_dist.cluster.slurm.site import load_site
 from xgram_dist.cluster.slurm.successor import read_jobs
 from xgram_dist.config import load_config, parse_config
@@ -548,18 +550,22 @@ def _run_targets(work: Path) -> list[Target]:
         for text in read_stacks(path.parent).values():
             text.encode()
 
-    start = run / "starts" / "0001.json"
+    start, nodes = run / "starts" / "0001.json", run / "slurm" / "nodes.jsonl"
+    event = {"node": "n1", "time": 1e9, "kind": "failed", "why": "Killed"}
+    nodes.write_text("".join(json.dumps({**event, "time": 1e9 + number}) + "\n" for number in range(3)))
     return [
         Target("metrics", metrics, read_metrics, cost=0.35),
         Target("metrics at a resume", metrics, resume, cost=4),
         Target("metrics in a report", metrics, report, cost=36),
         Target("metrics in status", metrics, status, cost=8),
+        Target("metrics in watch", metrics, lambda path: watch([run], 1.0, once=True), cost=20),
         Target("starts in a report", start, report, cost=36),
         Target("starts in status", start, status, cost=8),
         Target("config of a run", run / "config.yaml", lambda path: parse_config(path.read_text()), _as_text, cost=20),
         Target("lease", held_file, lambda path: lease.check_free(run), cost=1),
         Target("attempts", run / "slurm" / "attempts.json", lambda path: read_attempts(run), cost=0.2),
         Target("attempts in status", run / "slurm" / "attempts.json", status, cost=8),
+        Target("nodes", nodes, lambda path: excluded_nodes(run, 1e9 + 9), cost=0.2),
         Target("jobs", run / "slurm" / "jobs.json", lambda path: read_jobs(run), cost=0.2),
         Target("stacks", stack, print_stacks, cost=0.2),
         Target("evaluation", run / "eval" / "step-4.json", compare, cost=0.8),

@@ -58,12 +58,13 @@ SlurmctldTimeout=10
 KillWait=5
 MinJobAge=3600
 PreemptType=preempt/partition_prio
-PreemptMode=REQUEUE
+PreemptMode=REQUEUE,GANG
 GresTypes=gpu
 NodeName=n[1-{nodes}] NodeAddr={network}.[11-{last}] CPUs=64 RealMemory=512000 Gres=gpu:8 State=UNKNOWN
 PartitionName=main Nodes=ALL Default=YES PriorityTier=1 GraceTime=30 MaxTime=INFINITE State=UP
 PartitionName=urgent Nodes=ALL PriorityTier=10 PreemptMode=OFF MaxTime=INFINITE State=UP
 PartitionName=cancels Nodes=ALL PriorityTier=1 PreemptMode=CANCEL MaxTime=INFINITE State=UP
+PartitionName=suspends Nodes=ALL PriorityTier=1 PreemptMode=SUSPEND OverSubscribe=FORCE:1 MaxTime=INFINITE State=UP
 """
 
 

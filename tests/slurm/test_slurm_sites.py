@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import signal
-import time
 
 import pytest
 from cluster import wait_for
@@ -108,13 +107,13 @@ def test_a_run_is_carried_on_by_successors_where_preemption_cancels_and_no_job_i
 def test_a_suspended_run_resumes_although_its_ranks_have_waited_for_too_long(cluster, data, tmp_path, expected):
     recipe = write_recipe(tmp_path, data, collective_timeout=4)
     run = tmp_path / "run"
-    site = write_site(tmp_path, ranks_per_node=2, **on("n7"))
+    site = write_site(tmp_path, ranks_per_node=2, partition="suspends", **on("n7"))
     job = submit(recipe, site, run, "--no-preflight")
     wait_for_step(run, 4)
-    run_command(["scontrol", "suspend", job])  # as preemption does with GANG,SUSPEND
-    time.sleep(8)
-    assert job_state(job) == "SUSPENDED"
-    run_command(["scontrol", "resume", job])
+    urgent = ["--partition=urgent", "--nodelist=n7", "--cpus-per-task=64", "--output=/dev/null", "--wrap=sleep 10"]
+    run_command(["sbatch", *urgent])
+    wait_for(lambda: job_state(job) == "SUSPENDED", 60)
+    wait_for(lambda: job_state(job) != "SUSPENDED", 60)
     assert wait_for_end(job, run) == "COMPLETED", log(run)
     assert "this job was suspended for" in log(run)
     assert outcomes(run) in (["complete"], ["stopped", "complete"])  # no failure of the run, nor of its node

@@ -86,5 +86,6 @@ def _wait(process: subprocess.Popen[bytes], folder: Path, condition: Any) -> Non
     while not condition():
         if process.poll() is not None or time.monotonic() > end:
             said = (folder / "log").read_text(errors="replace")[-2000:]
-            raise UserError(f"the run of bench restart did not get on; it said:\n{said}")
+            print(said, file=sys.stderr)
+            raise UserError("the run of bench restart did not get on; what it said stands above")
         time.sleep(0.02)

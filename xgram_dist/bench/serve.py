@@ -21,6 +21,7 @@ import os
 import shutil
 import statistics
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 from types import TracebackType
@@ -90,7 +91,8 @@ class ServedModel:
         line = self._process.stdout.readline()
         if not line:
             said = self._log.read_text(errors="replace").strip()[-2000:]
-            raise UserError(f"the engine of bench serve ended; it said:\n{said}")
+            print(said, file=sys.stderr)
+            raise UserError("the engine of bench serve ended; what it said stands above")
         answer: dict[str, Any] = json.loads(line)
         return answer
 

@@ -22,6 +22,8 @@ MACHINE_FAULTS = frozenset(
     | {errno.EMFILE, errno.ENFILE, errno.ENAMETOOLONG, errno.ELOOP, errno.ESTALE}
 )
 """Errors of the system that no code of ours causes: one sentence, without a traceback."""
+MAX_SENTENCE, MAX_NAME = 1000, 300
+"""Characters of a `UserError` and of a file's name as they are printed; names may have come from anywhere."""
 MOST_RANKS_HERE = 1024
 GRACE_SECONDS = 1.0
 """Between a `UserError` and the exit of a rank. Others may still be in the collective after which all raise it."""
@@ -90,7 +92,7 @@ def report_error(command: str, error: BaseException, rank: int | None = None) ->
     exit_code = 1
     name = f"xgram-dist {command}".strip()
     if isinstance(error, UserError):
-        print(f"{name}: {error}", file=sys.stderr)
+        print(f"{name}: {one_line(str(error), MAX_SENTENCE)}", file=sys.stderr)
         exit_code = error.exit_code
     elif isinstance(error, KeyboardInterrupt):
         print(f"{name}: stopped by Ctrl-C", file=sys.stderr)
@@ -98,10 +100,10 @@ def report_error(command: str, error: BaseException, rank: int | None = None) ->
     elif isinstance(error, BrokenPipeError):  # `xgram-dist plan ... | head`
         exit_code = 141
     elif isinstance(error, OSError) and error.errno in MACHINE_FAULTS:
-        where = f"'{error.filename}': " if error.filename else ""
+        where = f"'{one_line(str(error.filename), MAX_NAME)}': " if error.filename else ""
         print(f"{name}: {where}{error.strerror}", file=sys.stderr)
     elif is_out_of_memory(error):
-        print(f"{name}: out of memory ({_first_line(error)})", file=sys.stderr)
+        print(f"{name}: out of memory ({one_line(_first_line(error), 200)})", file=sys.stderr)
     else:
         label = "" if rank is None else f"[rank{rank}]: "
         sys.stderr.write(textwrap.indent("".join(traceback.format_exception(error)), label, lambda line: True))
@@ -113,7 +115,7 @@ def report_error(command: str, error: BaseException, rank: int | None = None) ->
 
 
 def _first_line(error: BaseException) -> str:
-    return (str(error).splitlines() or ["no more to be had"])[0][:200]
+    return (str(error).splitlines() or ["no more to be had"])[0]
 
 
 def require_text(option: str, value: str) -> None:

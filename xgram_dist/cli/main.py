@@ -18,7 +18,7 @@ from typing import NamedTuple
 from xgram_dist import __version__
 from xgram_dist.cli.command import Command, report_error
 from xgram_dist.environment import PARENT, whole_number
-from xgram_dist.errors import UserError, nearest
+from xgram_dist.errors import UserError, nearest, one_line
 
 
 class Entry(NamedTuple):
@@ -91,11 +91,11 @@ def build_parser(chosen: str | None) -> argparse.ArgumentParser:
 
 def main(arguments: list[str] | None = None) -> int:
     words = sys.argv[1:] if arguments is None else arguments
-    if PARENT in os.environ:
-        from xgram_dist.parallel.launch import end_with_parent
-
-        end_with_parent(whole_number(os.environ, PARENT))
     try:
+        if PARENT in os.environ:
+            from xgram_dist.parallel.launch import end_with_parent
+
+            end_with_parent(whole_number(os.environ, PARENT))
         exit_code = _run(words)
         sys.stdout.flush()  # a full device is an error while it can still be reported
         return exit_code
@@ -106,7 +106,8 @@ def main(arguments: list[str] | None = None) -> int:
 def _run(words: list[str]) -> int:
     chosen = next((word for word in words if not word.startswith("-")), None)
     if chosen is not None and chosen not in COMMANDS:
-        print(f"xgram-dist: unknown command '{chosen}'{nearest(chosen, list(COMMANDS))}", file=sys.stderr)
+        name = one_line(chosen, 60)
+        print(f"xgram-dist: unknown command '{name}'{nearest(name, list(COMMANDS))}", file=sys.stderr)
         return 2
     parser = build_parser(chosen)
     args, rest = parser.parse_known_args(words)

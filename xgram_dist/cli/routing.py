@@ -58,6 +58,8 @@ def run_frequencies(args: argparse.Namespace) -> int:
     from xgram_dist.data.manifest import read_manifest
     from xgram_dist.data.tokenizer import load_tokenizer
     from xgram_dist.files import read_npz, write_npz
+    from xgram_dist.tables.frequencies import MAX_VOCABULARY
+    from xgram_dist.untrusted import shown
 
     folder = Path(args.data)
     manifest = read_manifest(folder)
@@ -71,6 +73,8 @@ def run_frequencies(args: argparse.Namespace) -> int:
     size = manifest.vocabulary if args.vocabulary is None else args.vocabulary
     if size < manifest.vocabulary:
         raise UserError(f"--vocabulary {size:,} is smaller than that of the data set ({manifest.vocabulary:,})")
+    if size > MAX_VOCABULARY:
+        raise UserError(f"--vocabulary {shown(size)} is above the limit of {MAX_VOCABULARY:,}")
     padded = np.zeros(size, dtype=np.int64)
     padded[: len(counts)] = counts
     write_npz(args.out, {"counts": padded}, compressed=True)

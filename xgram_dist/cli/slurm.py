@@ -104,7 +104,8 @@ def add_status_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run_status(args: argparse.Namespace) -> int:
     from xgram_dist.cluster.slurm.status import goodput_rows, status
-    from xgram_dist.console import print_table
+    from xgram_dist.console import MAX_CELL, print_table
+    from xgram_dist.errors import one_line
     from xgram_dist.train.stragglers import STRAGGLER_HEADER, straggler_rows
 
     runs = [status(Path(folder)) for folder in args.runs]
@@ -120,7 +121,8 @@ def run_status(args: argparse.Namespace) -> int:
         if run["step"] is not None:
             rows.append(["step", f"{run['step']:,}"])
             rows.append(["loss", "-" if run["loss"] is None else f"{run['loss']:.4f}"])
-            rows.append(["tokens/s", f"{run['tokens_per_second']:,.0f}"])
+            rate = run["tokens_per_second"]
+            rows.append(["tokens/s", "-" if rate is None else f"{rate:,.0f}"])
         rows.append(["newest checkpoint", "-" if run["checkpoint"] is None else f"step {run['checkpoint']:,}"])
         if run["eval_job"] is not None:
             rows.append(["evaluation", f"job {run['eval_job']}, {run['eval_state'] or 'no longer known to Slurm'}"])
@@ -132,11 +134,12 @@ def run_status(args: argparse.Namespace) -> int:
             print_table(STRAGGLER_HEADER, straggler_rows(run["stragglers"]), left=(0, 2, 5))
         for node, one in run["excluded"].items():
             until = time.strftime("%Y-%m-%d %H:%M", time.localtime(one["until"]))
-            print(f"excluded from the next start, until {until}: {node}, {one['why']}")
+            print(f"excluded from the next start, until {until}: {node}, {one_line(one['why'], MAX_CELL)}")
         for number, start in enumerate(run["starts"], start=1):
             after = f"after step {start['after_step']:,}" if start["after_step"] else "from the beginning"
             stopped = "" if start["seconds_to_stop"] is None else f", {start['seconds_to_stop']} s after the signal"
-            print(f"start {number} on {','.join(start['nodes'])} {after}: {start['reason'] or 'running'}{stopped}")
+            nodes, reason = one_line(",".join(start["nodes"]), MAX_CELL), one_line(start["reason"], MAX_CELL)
+            print(f"start {number} on {nodes} {after}: {reason or 'running'}{stopped}")
         for text in run.get("stacks", {}).values():
             print(f"\n{text.rstrip()}")
         print(f"log: {run['log']}\n" if run["log"] else "")

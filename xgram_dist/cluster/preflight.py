@@ -12,7 +12,6 @@
 import hashlib
 import json
 import math
-import os
 import socket
 import statistics
 import time
@@ -29,10 +28,9 @@ from torch.distributed import DistNetworkError, DistStoreError, PrefixStore, Sto
 import xgram_dist
 from xgram_dist.cluster.interfaces import Interface, gloo_interface, unreachable_sentence
 from xgram_dist.cluster.slurm.bad_nodes import LOST, SLOW, note_node
-from xgram_dist.cluster.slurm.commands import NODES
 from xgram_dist.config import Config, dump_config
 from xgram_dist.data.manifest import MANIFEST
-from xgram_dist.environment import Place, read_place
+from xgram_dist.environment import Place, node_names, read_place
 from xgram_dist.errors import UserError
 from xgram_dist.parallel.device import describe_gpu, synchronize
 from xgram_dist.parallel.mesh import init_world
@@ -80,7 +78,7 @@ def check_in_from_environment(facts: dict[str, str]) -> list[str]:
     place = read_place()
     if place.size == 1:
         return [facts["node"]]
-    nodes = [node for node in os.environ.get(NODES, "").split(",") if node]
+    nodes = node_names(place.size)
     if place.port == LAST_PORT:
         raise UserError(f"MASTER_PORT = {LAST_PORT}: the preflight uses the port after it, and there is none")
     # Not torchrun's store, nor the launcher's socket: the first is not at this port, the second not bound to it.

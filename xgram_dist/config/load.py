@@ -22,7 +22,7 @@ from pydantic import BaseModel, ValidationError
 
 from xgram_dist.config.schema import Config
 from xgram_dist.config.validate import check
-from xgram_dist.errors import UserError, nearest, one_line
+from xgram_dist.errors import BadFileError, UserError, nearest, one_line
 from xgram_dist.untrusted import read_file
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -188,38 +188,40 @@ def read_tree(path: Path, kind: str, above: tuple[Path, ...] = ()) -> dict[str, 
     """A YAML file merged over what it extends; errors call it a `kind`. `above`: the files that extend this one."""
     where = f" (extended by {above[-1]})" if above else ""
     if path.resolve() in above:
-        raise UserError(f"{kind} '{path}' extends itself{where}; remove one of the two 'extends'")
+        raise BadFileError(f"{kind} '{path}' extends itself{where}; remove one of the two 'extends'")
     try:
         tree = _parse(_read_text(path, kind, where))
     except OSError as error:
-        raise UserError(f"cannot read {kind} '{path}'{where}: {error.strerror}{_similar_file(path)}") from None
+        raise BadFileError(f"cannot read {kind} '{path}'{where}: {error.strerror}{_similar_file(path)}") from None
     except UnicodeDecodeError:
-        raise UserError(f"{kind} '{path}'{where} is not UTF-8 text") from None
+        raise BadFileError(f"{kind} '{path}'{where} is not UTF-8 text") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         position = f", line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         problem = one_line(getattr(error, "problem", None) or " ".join(str(error).split()), 160)
-        raise UserError(f"{kind} '{path}'{where}{position}: not valid YAML: {problem}") from None
+        raise BadFileError(f"{kind} '{path}'{where}{position}: not valid YAML: {problem}") from None
     if not isinstance(tree, dict):
         content = "empty" if tree is None else f"a {type(tree).__name__}"
-        raise UserError(f"{kind} '{path}'{where} is {content}; it must be a mapping of keys, such as 'name: first-run'")
+        raise BadFileError(
+            f"{kind} '{path}'{where} is {content}; it must be a mapping of keys, such as 'name: first-run'"
+        )
     base = tree.pop("extends", None)
     if base is None:
         return tree
     if not isinstance(base, str) or _CONTROL.search(base):
-        raise UserError(f"{kind} '{path}': extends = {_show(base)} must be the path of another {kind}")
+        raise BadFileError(f"{kind} '{path}': extends = {_show(base)} must be the path of another {kind}")
     if len(above) == MAX_EXTENDS:
-        raise UserError(f"{kind} '{path}': more than {MAX_EXTENDS} files extend each other")
+        raise BadFileError(f"{kind} '{path}': more than {MAX_EXTENDS} files extend each other")
     return _merge(read_tree(path.parent / base, kind, (*above, path.resolve())), tree)
 
 
 def _read_text(path: Path, kind: str, where: str) -> str:
     if path.exists() and not path.is_file():
-        raise UserError(f"{kind} '{path}'{where} is not a file")
+        raise BadFileError(f"{kind} '{path}'{where} is not a file")
     with path.open("rb") as file:
         content = file.read(MAX_BYTES + 1)
     if len(content) > MAX_BYTES:
-        raise UserError(f"{kind} '{path}'{where} is longer than {MAX_BYTES >> 20} MiB, so it is not a {kind}")
+        raise BadFileError(f"{kind} '{path}'{where} is longer than {MAX_BYTES >> 20} MiB, so it is not a {kind}")
     return content.decode("utf-8")
 
 

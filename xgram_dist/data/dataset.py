@@ -33,7 +33,7 @@ from xgram_dist.data.manifest import HASH, MANIFEST, SPLITS, Manifest, check_fil
 from xgram_dist.data.storage import fetch, open_store
 from xgram_dist.errors import BadFileError, UserError
 from xgram_dist.files import create_file, private_folder
-from xgram_dist.untrusted import read_file, read_json, shown
+from xgram_dist.untrusted import open_file, read_file, read_json, shown
 
 _OPEN_SHARDS = 64  # open files per source
 _HEADER_BYTES = 1 << 16  # of a shard, at most, beside its offsets
@@ -393,6 +393,8 @@ class PreparedData:
             assert path is not None
             folder, origin = Path(path), None
             manifest = read_manifest(folder)
+            with contextlib.suppress(FileNotFoundError):  # it is copied into every checkpoint
+                os.close(open_file(folder / manifest.tokenizer_file))
             if cache is not None or not os.access(folder, os.W_OK):
                 origin = str(folder.resolve())
                 folder = _cache_root(cache) / manifest.fingerprint[:24]

@@ -200,7 +200,9 @@ def load_tokenizer(path: str | Path, end_of_text: str | None = None) -> Tokenize
         if token is not None:
             return Tokenizer(file, sha256, encoder.vocabulary, token, name, encoder)
     if end_of_text is not None:
-        raise UserError(f"tokenizer '{file}' has no token '{end_of_text}'; give another name with --end-of-text")
+        raise BadFileError(
+            f"tokenizer '{file}' has no token {shown(end_of_text)}; give another name with --end-of-text"
+        )
     raise UserError(
         f"tokenizer '{file}' has no end-of-text token with a common name ({', '.join(END_OF_TEXT_NAMES)}); "
         "name it with --end-of-text"

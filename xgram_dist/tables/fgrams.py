@@ -22,7 +22,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError
 from xgram_dist.files import int_array, int_scalar, read_npz, write_npz
 from xgram_dist.parallel.device import set_thread_device, to_device
 from xgram_dist.tables.exchange_plan import Window
@@ -57,10 +57,10 @@ class Fgrams:
     def load(path: Path, vocabulary: int) -> "Fgrams":
         arrays = read_npz(path, FILE_KIND)
         if set(arrays) != {"tokens", "longest"}:
-            raise UserError(f"{path} is not {FILE_KIND}: it does not have 'tokens' and 'longest' alone")
+            raise BadFileError(f"{path} is not {FILE_KIND}: it does not have 'tokens' and 'longest' alone")
         longest, tokens = int_scalar(arrays, "longest", path), int_array(arrays, "tokens", path)
         if longest < 2 or len(tokens) % longest or not len(tokens) or tokens.max() >= vocabulary:
-            raise UserError(f"{path} is not {FILE_KIND} for a vocabulary of {vocabulary:,}")
+            raise BadFileError(f"{path} is not {FILE_KIND} for a vocabulary of {vocabulary:,}")
         return Fgrams(tokens.reshape(-1, longest).astype(np.int32))
 
     def __str__(self) -> str:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from xgram_dist.errors import UserError
+from xgram_dist.errors import BadFileError, UserError
 from xgram_dist.files import Arrays, float_array, int_array, int_scalar, read_npz
 from xgram_dist.tables.frequencies import MAX_VOCABULARY
 from xgram_dist.tables.routing import Routing, RoutingSettings
@@ -49,12 +49,12 @@ def import_token_map(path: str | Path, views: int, paths: int = RoutingSettings.
     arrays = read_npz(path, FILE_KIND, names={*_NUMBERS, *_FRACTIONS, *_LISTS, *_ALIASES})
     for name in (*_NUMBERS, *_FRACTIONS, *_LISTS, *_ALIASES):
         if name not in arrays:
-            raise UserError(f"{path} is not {FILE_KIND}: array '{name}' is missing")
+            raise BadFileError(f"{path} is not {FILE_KIND}: array '{name}' is missing")
     settings, vocabulary, num_rows = _read_settings(arrays, path, paths)
     try:
         regions = plan_regions(settings, num_rows)
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise BadFileError(f"{path}: {error}") from error
     group = int_array(arrays, "token_to_group_id", path, vocabulary)
     rank = int_array(arrays, "token_intra_rank", path, vocabulary)
     sizes = _check_groups(group, rank, settings, path)
@@ -81,18 +81,22 @@ def import_token_map(path: str | Path, views: int, paths: int = RoutingSettings.
 def _read_settings(arrays: Arrays, path: str | Path, paths: int) -> tuple[RoutingSettings, int, int]:
     numbers = {name: int_scalar(arrays, name, path) for name in _NUMBERS}
     if numbers["format_version"] != FORMAT_VERSION:
-        raise UserError(f"{path}: 'format_version' is {numbers['format_version']}; this program reads {FORMAT_VERSION}")
+        raise BadFileError(
+            f"{path}: 'format_version' is {numbers['format_version']}; this program reads {FORMAT_VERSION}"
+        )
     vocabulary, num_rows = numbers["vocab_size"], numbers["total_capacity"]
     if not 1 <= vocabulary <= MAX_VOCABULARY:
-        raise UserError(f"{path}: 'vocab_size' is {vocabulary}; it must be from 1 to {MAX_VOCABULARY:,}")
+        raise BadFileError(f"{path}: 'vocab_size' is {vocabulary}; it must be from 1 to {MAX_VOCABULARY:,}")
     if not 1 <= num_rows <= vocabulary:
-        raise UserError(
+        raise BadFileError(
             f"{path}: 'total_capacity' is {num_rows}; it must be from 1 to the vocabulary of {vocabulary:,}"
         )
     # Each of these needs rows, so the table's length bounds them; without a bound they could ask for endless memory.
     for name in ("max_copies", "bucket_count", "top_k"):
         if not 0 <= numbers[name] <= num_rows:
-            raise UserError(f"{path}: '{name}' is {numbers[name]}; it must be from 0 to the table's {num_rows:,} rows")
+            raise BadFileError(
+                f"{path}: '{name}' is {numbers[name]}; it must be from 0 to the table's {num_rows:,} rows"
+            )
     try:
         settings = RoutingSettings(
             vip=numbers["top_k"],
@@ -104,14 +108,14 @@ def _read_settings(arrays: Arrays, path: str | Path, paths: int) -> tuple[Routin
             decay=_fraction(arrays, "multi_weight_decay", path),
         )
     except UserError as error:
-        raise UserError(f"{path}: {error}") from error
+        raise BadFileError(f"{path}: {error}") from error
     return settings, vocabulary, num_rows
 
 
 def _fraction(arrays: Arrays, name: str, path: str | Path) -> float:
     array = arrays[name]
     if array.dtype.kind != "f" or array.size != 1:
-        raise UserError(f"{path}: '{name}' has type {array.dtype} and {array.size} values; it must be one float")
+        raise BadFileError(f"{path}: '{name}' has type {array.dtype} and {array.size} values; it must be one float")
     # The shortest decimal of the stored precision: float32 0.8 is 0.8, not 0.800000011920929.
     return float(str(array.reshape(-1)[0]))
 
@@ -122,17 +126,17 @@ def _check_groups(
     """Tokens per bucket, if groups are in range and the ranks of each group are 0, 1, 2, ..."""
     if group.min() < VIP_GROUP or group.max() >= settings.buckets:
         worst = group.min() if group.min() < VIP_GROUP else group.max()
-        raise UserError(f"{path}: 'token_to_group_id' holds {worst}; it must be from -1 to {settings.buckets - 1}")
+        raise BadFileError(f"{path}: 'token_to_group_id' holds {worst}; it must be from -1 to {settings.buckets - 1}")
     counts = np.bincount(group + 1, minlength=settings.buckets + 1)
     if counts[0] != settings.vip:
-        raise UserError(f"{path}: {counts[0]} tokens are in group -1 (VIP); 'top_k' says {settings.vip}")
+        raise BadFileError(f"{path}: {counts[0]} tokens are in group -1 (VIP); 'top_k' says {settings.vip}")
     order = np.lexsort((rank, group))
     first = np.concatenate([[0], np.cumsum(counts)[:-1]])
     expected = np.arange(len(group)) - first[group[order] + 1]
     wrong = np.flatnonzero(rank[order] != expected)
     if len(wrong):
         token = int(order[wrong[0]])
-        raise UserError(
+        raise BadFileError(
             f"{path}: 'token_intra_rank' of token {token} in group {group[token]} is {rank[token]}; the ranks of a "
             f"group must be 0, 1, 2 and so on, without gaps"
         )
@@ -142,10 +146,10 @@ def _check_groups(
 def _read_aliases(arrays: Arrays, path: str | Path, vocabulary: int, settings: RoutingSettings) -> _Aliases:
     offsets = int_array(arrays, "alias_offsets", path, vocabulary + 1)
     if offsets[0] != 0 or (offsets[1:] < offsets[:-1]).any():
-        raise UserError(f"{path}: 'alias_offsets' must start at 0 and never fall")
+        raise BadFileError(f"{path}: 'alias_offsets' must start at 0 and never fall")
     number = np.diff(offsets)
     if number.max() > settings.copies:
-        raise UserError(
+        raise BadFileError(
             f"{path}: token {number.argmax()} has {number.max()} additional slots; 'max_copies' is {settings.copies}"
         )
     total = int(offsets[-1])
@@ -176,7 +180,7 @@ def _check_aliases(
         if wrong.any():
             place = int(np.flatnonzero(wrong)[0])
             token = aliases.token[place]
-            raise UserError(f"{path}: '{name}' of token {token} is {values[place]}; {limit}")
+            raise BadFileError(f"{path}: '{name}' of token {token} is {values[place]}; {limit}")
 
     # Rows of a dense bucket are all hashed into: neither may its tokens have slots, nor others a slot there.
     sparse_or_vip = np.append(sparse, True)
@@ -202,7 +206,7 @@ def _check_counts(
     wrong = np.flatnonzero(stated != used)
     if len(wrong):
         b = wrong[0]
-        raise UserError(
+        raise BadFileError(
             f"{path}: 'bucket_token_counts' of bucket {b} is {stated[b]}; its tokens and slots are {used[b]}"
         )
 
@@ -234,6 +238,6 @@ def _check_rows_unshared(slots: Slots, path: str | Path) -> None:
     if used.size and used.max() > 1:
         row = int(used.argmax())
         token = int(np.flatnonzero((slots.rows == row).any(axis=1))[-1])
-        raise UserError(
+        raise BadFileError(
             f"{path}: row {row} of token {token} is also another slot's; VIP and sparse rows are not shared"
         )

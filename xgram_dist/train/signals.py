@@ -14,9 +14,13 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from xgram_dist.errors import BadFileError
+from xgram_dist.untrusted import open_itself, read_file
+
 POLL_SECONDS = 0.5
 ASKED, ANSWER = "stop", "stopping"
 """What the file holds."""
+MAX_BYTES = 100
 
 
 class StopRequest:
@@ -43,10 +47,11 @@ class StopRequest:
 
     def _watch(self, file: Path) -> None:
         while not self._ended.wait(POLL_SECONDS):
-            with suppress(OSError):
-                if file.read_bytes() == ASKED.encode():
+            with suppress(OSError, BadFileError):
+                if read_file(file, limit=MAX_BYTES) == ASKED.encode():
                     self._handle(signal.SIGUSR1, None)
-                    file.write_text(ANSWER, encoding="utf-8")
+                    with open(file, "w", encoding="utf-8", opener=open_itself) as answer:
+                        answer.write(ANSWER)
                     return
 
     def _handle(self, number: int, frame: FrameType | None) -> None:

@@ -32,12 +32,12 @@ SLOW = {
 }
 
 
-def shown(*runs: Path, width: int = 120) -> str:
+def shown(*runs: Path, width: int = 120, height: int = 50) -> str:
     views = views_of(list(runs))
     for view in views:
         view.look()
-    console = Console(width=width, height=50, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
-    console.print(screen(views, width, 50))
+    console = Console(width=width, height=height, record=True, file=open(os.devnull, "w"))  # noqa: SIM115
+    console.print(screen(views, width, height))
     return console.export_text()
 
 
@@ -56,6 +56,18 @@ def test_a_finished_run_is_shown_with_all_its_parts(tmp_path: Path) -> None:
         assert part in text, part
     for part in ("n7", "500.0", "250.0", "401.0 MiB", "120.6 KiB", "30.0 MiB", "80.0 %", "2 rank(s) on n1,n2"):
         assert part in text, part
+
+
+@pytest.mark.parametrize("height", [24, 40])
+def test_a_small_terminal_holds_every_part_and_cuts_no_figure(tmp_path: Path, height: int) -> None:
+    run = make_run(tmp_path / "run", "xgram", [*records("xgram"), SLOW])
+    add_start(run, ended="complete")
+    text = shown(run, width=80, height=height)
+    assert len(text.splitlines()) <= height
+    assert max(map(len, text.splitlines())) <= 80
+    # loss, tokens a second, phases, stragglers, memory, exchange, checkpoints, jobs
+    for figure in ("4.0000", "10,100", "300.0", "500.0", "401.0 MiB", "120.6 KiB", "30.0 MiB", "80.0 %", "job"):
+        assert figure in text, text
 
 
 def test_a_run_that_gives_no_sign_is_told_from_one_that_trains(tmp_path: Path) -> None:

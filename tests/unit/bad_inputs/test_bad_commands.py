@@ -47,6 +47,7 @@ def refused(capfd: pytest.CaptureFixture[str], words: list[str]) -> str:
         (["eval", "x", "--tasks", ","], "--tasks ',' names no task"),
         (["eval", "x", "--tasks", "sciq,"], "--tasks 'sciq,' names no task"),
         (["eval"], "give a checkpoint to evaluate"),
+        (["plan\x1b[2J\n"], r"unknown command 'plan\x1b[2J\n'; valid: recipes"),
     ],
     ids=lambda value: "-".join(value)[-40:] if isinstance(value, list) else "",
 )

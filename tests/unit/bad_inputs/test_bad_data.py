@@ -11,6 +11,7 @@ import pyarrow
 import pyarrow.parquet
 import pytest
 import zstandard
+from refusals import check_sentence
 
 from xgram_dist.cli.main import main
 from xgram_dist.data import dataset
@@ -116,6 +117,31 @@ def test_a_file_of_data_that_is_no_json_is_one_sentence(copy: Path, name: str, c
     (copy / name).write_bytes(content)
     with pytest.raises(BadFileError):
         PreparedData.open(copy)
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_a_tokenizer_of_data_that_is_no_file_is_not_copied_into_checkpoints(copy: Path, kind: str) -> None:
+    file = copy / "tokenizer.json"
+    file.unlink()
+    os.mkfifo(file) if kind == "fifo" else file.symlink_to("/etc/passwd")
+    with pytest.raises(BadFileError) as error:
+        PreparedData.open(copy)
+    check_sentence(error.value, "tokenizer.json' is a ", "not a regular file")
+
+
+def test_an_end_of_text_of_newlines_is_one_line(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    edit(copy / "dataset.json", lambda tree: tree.update(end_of_text_name="\n" * 5000))
+    assert main(["frequencies", str(copy), "--vocabulary", "300", "--out", str(copy / "f.npz")]) == 2
+    error = capfd.readouterr().err
+    assert error.count("\n") == 1
+    assert len(error) < 400
+
+
+def test_a_vocabulary_that_no_file_holds_is_one_sentence(copy: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["frequencies", str(copy), "--vocabulary", "9" * 20, "--out", str(copy / "f.npz")]
+    assert main(words) == 2
+    assert "is above the limit of" in capfd.readouterr().err
+    assert not (copy / "f.npz").exists()
 
 
 def test_counts_that_are_cut_off_are_one_sentence(copy: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,8 +4,9 @@ import pytest
 from refusals import check_sentence
 
 from xgram_dist.checkpoint.lease import _job
+from xgram_dist.cli.main import main
 from xgram_dist.cluster.slurm.commands import rank_environment
-from xgram_dist.environment import Place, read_place
+from xgram_dist.environment import Place, SlurmJob, node_names, read_place, read_slurm_job, slurm_cpus
 from xgram_dist.errors import UserError
 
 TWO = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
@@ -84,6 +85,63 @@ def test_of_srun_and_mpirun(environment: dict[str, str], words: list[str]) -> No
     check_sentence(error.value, *words)
 
 
+JOB = {"SLURM_JOB_ID": "7", "SLURM_JOB_NODELIST": "n[1-2]"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"SLURM_JOB_ID": None}, ["SLURM_JOB_ID is not set"]),
+        ({"SLURM_JOB_ID": "0"}, ["SLURM_JOB_ID = '0'", "at least 1"]),
+        ({"SLURM_JOB_ID": "-uroot"}, ["SLURM_JOB_ID = '-uroot'"]),
+        ({"SLURM_JOB_ID": "7\n8"}, [r"SLURM_JOB_ID = '7\n8'"]),
+        ({"SLURM_ARRAY_JOB_ID": "x"}, ["SLURM_ARRAY_JOB_ID = 'x'"]),
+        ({"SLURM_ARRAY_JOB_ID": "6"}, ["SLURM_ARRAY_TASK_ID is not set"]),
+        ({"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "3 --all"}, ["SLURM_ARRAY_TASK_ID = '3 --all'"]),
+        ({"SLURM_RESTART_COUNT": "again"}, ["SLURM_RESTART_COUNT = 'again'"]),
+        ({"SLURM_JOB_NODELIST": None}, ["SLURM_JOB_NODELIST = ''", "within a job of Slurm"]),
+        ({"SLURM_JOB_NODELIST": "--all"}, ["SLURM_JOB_NODELIST = '--all'"]),
+        ({"SLURM_JOB_NODELIST": "n1\x1b[2J"}, [r"SLURM_JOB_NODELIST = 'n1\x1b[2J'"]),
+    ],
+)
+def test_of_a_job(changes: dict[str, str | None], words: list[str]) -> None:
+    environment = {name: value for name, value in {**JOB, **changes}.items() if value is not None}
+    with pytest.raises(UserError) as error:
+        read_slurm_job(environment)
+    check_sentence(error.value, *words)
+
+
+@pytest.mark.parametrize(
+    "environment",
+    [
+        {"SLURM_CPUS_PER_TASK": "many"},
+        {"SLURM_CPUS_PER_TASK": "-1"},
+        {"SLURM_JOB_CPUS_PER_NODE": "x"},
+        {"SLURM_JOB_CPUS_PER_NODE": "64(x2"},
+        {"SLURM_JOB_CPUS_PER_NODE": "\u0661"},
+    ],
+    ids=str,
+)
+def test_of_the_cores_of_a_job(environment: dict[str, str]) -> None:
+    with pytest.raises(UserError) as error:
+        slurm_cpus(environment)
+    ((name, value),) = environment.items()
+    check_sentence(error.value, f"{name} = '{value}'")
+
+
+@pytest.mark.parametrize("nodes", ["a,b,c", "a,b,c,d,e", "a\x1b[2J,b"])
+def test_of_the_names_of_nodes(nodes: str) -> None:
+    with pytest.raises(UserError) as error:
+        node_names(4, {"XGRAM_DIST_NODES": nodes})
+    check_sentence(error.value, "XGRAM_DIST_NODES = 'a", "the nodes of 4 ranks")
+
+
+def test_of_a_parent(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setenv("XGRAM_DIST_PARENT", "nobody")
+    assert main(["plan"]) == 2
+    assert capsys.readouterr().err.startswith("xgram-dist plan: XGRAM_DIST_PARENT = 'nobody' in the environment: ")
+
+
 def test_of_a_restarted_job() -> None:
     with pytest.raises(UserError) as error:
         _job({"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "twice"})
@@ -91,6 +149,11 @@ def test_of_a_restarted_job() -> None:
 
 
 def test_good_ones_are_read() -> None:
+    assert read_slurm_job(JOB) == SlurmJob(7, "7", 0, "n[1-2]")
+    array = {"SLURM_ARRAY_JOB_ID": "6", "SLURM_ARRAY_TASK_ID": "2", "SLURM_RESTART_COUNT": "3"}
+    assert read_slurm_job({**JOB, **array}) == SlurmJob(7, "6_2", 3, "n[1-2]")
+    assert [slurm_cpus({"SLURM_JOB_CPUS_PER_NODE": text}) for text in ("96(x2),64", "64", "")] == [64, 64, 0]
+    assert node_names(4, {"XGRAM_DIST_NODES": "a,b"}) == ["a", "b"]
     assert read_place({}) == Place()
     assert read_place({"RANK": "0", "WORLD_SIZE": "1"}) == Place()
     assert read_place(TWO) == Place(1, 2, 0, "127.0.0.1", 29500)

@@ -1,7 +1,9 @@
 """Run folders with content that no run wrote: a resume goes on, and the commands that read them still answer."""
 
+import argparse
 import json
 import os
+import re
 import time
 from pathlib import Path
 
@@ -12,7 +14,10 @@ from train_helpers import read_metrics, small_config
 from xgram_dist.checkpoint import lease
 from xgram_dist.cli.main import main
 from xgram_dist.cluster.slurm.attempts import read_attempts
+from xgram_dist.cluster.slurm.bad_nodes import excluded_nodes, note_node
+from xgram_dist.cluster.slurm.ranks import Ranks
 from xgram_dist.cluster.slurm.status import _last_records
+from xgram_dist.cluster.slurm.successor import read_jobs, write_jobs
 from xgram_dist.config import load_config
 from xgram_dist.errors import UserError
 from xgram_dist.train.run_dir import open_run_folder
@@ -148,6 +153,59 @@ def test_status_reads_past_bad_lines(tmp_path: Path, line: bytes) -> None:
     train, end = last.get("train"), last.get("end")
     assert (train or {})["step"] == 7
     assert end is None
+
+
+def test_status_and_watch_answer_where_figures_are_missing(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        for kind in ("train", "validation", "checkpoint", "memory", "upload", "eval", "skipped", "spike", "end"):
+            figures = {"cross_entropy": None, "tokens_per_second": None, "loss": None, "perplexity": None}
+            file.write(json.dumps({"kind": kind, "step": 4, **figures}) + "\n")
+    assert main(["status", str(run)]) == 0
+    assert re.search(r"tokens/s +-\n", capsys.readouterr().out)
+    assert main(["watch", str(run), "--once"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link"])
+def test_watch_does_not_wait_for_metrics_that_are_no_file(
+    run: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.unlink()
+    os.mkfifo(metrics) if kind == "fifo" else metrics.symlink_to("/dev/zero")
+    assert main(["watch", str(run), "--once"]) == 2
+    assert f"'{metrics}' is a {'named pipe' if kind == 'fifo' else 'link'}, not a regular" in capsys.readouterr().err
+
+
+def test_what_slurms_files_of_a_run_say_reaches_no_terminal_as_a_command(
+    run: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (run / "slurm").mkdir()
+    attempt = {"job": "7", "restart": 0, "nodes": ["n\x1b[2J"], "step": 0, "started": 1.0, "ended": 2.0}
+    attempt |= {"outcome": "crashed", "reason": "\x1b]0;title\x07\nstart 2"}
+    (run / "slurm" / "attempts.json").write_text(json.dumps([attempt]))
+    event = {"node": "n1", "time": time.time(), "kind": "slow", "why": "\x1b[2J\nlog: x"}
+    (run / "slurm" / "nodes.jsonl").write_text(json.dumps(event) + "\n")
+    assert main(["status", str(run)]) == 0
+    out = capsys.readouterr().out
+    assert all(line.isprintable() for line in out.splitlines())
+    assert r"n1, slow: \x1b[2J\nlog: x" in out
+    assert r"start 1 on n\x1b[2J from the beginning: \x1b]0;title\x07\nstart 2" in out
+
+
+@pytest.mark.parametrize("kind", ["link", "fifo"])
+def test_a_jobs_files_are_not_written_through_what_stands_in_their_place(tmp_path: Path, kind: str) -> None:
+    outside = tmp_path / "outside"
+    outside.write_text("mine")
+    (tmp_path / "slurm").mkdir()
+    for name in ("nodes.jsonl", "stop", "jobs.json"):
+        path = tmp_path / "slurm" / name
+        os.mkfifo(path) if kind == "fifo" else path.symlink_to(outside)
+    note_node(tmp_path, "n1", "lost", "why")
+    Ranks(argparse.Namespace(folder=str(tmp_path)), ["n1"], 7, "7:0.0.0").ask_to_stop()
+    write_jobs(tmp_path, {"train": "7"})
+    assert outside.read_text() == "mine"
+    assert excluded_nodes(tmp_path, time.time()) == {}
+    assert read_jobs(tmp_path) == {"train": "7"}
 
 
 LEASES = {

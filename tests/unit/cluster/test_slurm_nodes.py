@@ -43,6 +43,9 @@ def test_lines_that_no_run_wrote_are_left_out(tmp_path):
             file.write(odd.encode() + b"\n")
         for node in ("--wrap=x", "a b", "n2,n3", ""):  # a name becomes a word of a command
             file.write(json.dumps({"node": node, "time": time.time(), "kind": SLOW, "why": ""}).encode() + b"\n")
+        for odd_time in (10**400, 1e300, -1, "now", True):
+            event = {"node": "n2", "time": odd_time, "kind": SLOW, "why": ""}
+            file.write(json.dumps(event).encode() + b"\n")
         file.write(b"\xff\n")
     assert list(excluded_nodes(tmp_path, time.time())) == ["n1"]
 

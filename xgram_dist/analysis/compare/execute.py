@@ -25,6 +25,7 @@ from xgram_dist.cluster.slurm.successor import FOLDER as SLURM
 from xgram_dist.cluster.slurm.successor import JOBS, current_job
 from xgram_dist.console import Progress
 from xgram_dist.environment import PARENT
+from xgram_dist.untrusted import open_itself
 
 STOPPED = 130
 _STEP = re.compile(r"^step +(\d+)/\d+ ")
@@ -169,7 +170,7 @@ class Processes:
         last = ""
         try:
             assert process.stdout is not None
-            with log.open("a", encoding="utf-8") as file:
+            with open(log, "a", encoding="utf-8", opener=open_itself) as file:
                 file.write(f"== xgram-dist {' '.join(arguments)}\n")
                 for line in process.stdout:
                     file.write(line)

@@ -16,6 +16,7 @@ from xgram_dist.console import format_duration
 from xgram_dist.errors import BadFileError, UserError, one_line
 from xgram_dist.train.metrics_file import FILE, MAX_LINE_BYTES, Record, number, parse_record
 from xgram_dist.train.starts import read_starts
+from xgram_dist.untrusted import open_file
 
 KEPT_POINTS = 4000
 """Of a curve; older ones are thinned."""
@@ -55,7 +56,7 @@ class RunView:
         if self.config is None and (self.folder / "config.yaml").exists():
             self.config = load_config(self.folder / "config.yaml")
         try:
-            with (self.folder / FILE).open("rb") as file:
+            with os.fdopen(open_file(self.folder / FILE), "rb") as file:
                 found = os.fstat(file.fileno())
                 if found.st_ino != self._inode or found.st_size < self._offset:  # a resume writes it anew
                     self._clear()

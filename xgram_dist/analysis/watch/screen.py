@@ -11,6 +11,7 @@ from rich.panel import Panel
 from rich.table import Table
 from rich.text import Text
 
+from xgram_dist.analysis.report.chart import Point
 from xgram_dist.analysis.watch.plot import plot
 from xgram_dist.analysis.watch.run_view import RunView, plain, views_of
 from xgram_dist.checkpoint.folder import list_steps
@@ -19,13 +20,16 @@ from xgram_dist.train.metrics_file import Record, number
 from xgram_dist.train.starts import KINDS, goodput
 from xgram_dist.train.stragglers import straggler_rows
 
+TALL = 40
+"""Lines of a terminal that hold everything of a run; a lower one gets the chart and a line for each of the rest."""
 COLOURS = ("cyan", "magenta", "yellow", "green", "blue", "red")
 
 
 def screen(views: list[RunView], width: int, height: int) -> RenderableType:
-    """One run: everything. Several: a line each, their losses in one chart, and the rest of each in short."""
+    """One run: everything, or in a low terminal the rest in short. Several: a line each, their losses in one chart, and
+    the rest of each in short."""
     if len(views) == 1:
-        return _whole(views[0], width, height)
+        return _whole(views[0], width, height) if height >= TALL else _low(views[0], width, height)
     chart_height = max(6, min(16, height - 2 * len(views) - 12))
     curves = [(view.name, view.loss or view.validation, COLOURS[n % len(COLOURS)]) for n, view in enumerate(views)]
     parts: list[RenderableType] = [_overview(views), _panel("loss", plot(curves, width - 4, chart_height))]
@@ -62,18 +66,35 @@ def _in_short(view: RunView) -> Text:
     return Text("\n".join(lines))
 
 
-def _whole(view: RunView, width: int, height: int) -> RenderableType:
+def _title(view: RunView) -> Text:
     word, colour = view.state()
     share = f", {100 * view.step / view.steps:.0f} %" if view.steps else ""
-    title = Text.assemble(
-        (view.name, "bold"), f"  step {_of(view.step, view.steps)}{share}  ", (word, f"bold {colour}")
+    return Text.assemble((view.name, "bold"), f"  step {_of(view.step, view.steps)}{share}  ", (word, f"bold {colour}"))
+
+
+def _curves(view: RunView) -> list[tuple[str, list[Point], str]]:
+    return [("training", view.loss, COLOURS[0]), ("validation", view.validation, COLOURS[1])]
+
+
+def _low(view: RunView, width: int, height: int) -> RenderableType:
+    train, validation = view.last.get("train", {}), view.last.get("validation", {})
+    figures = (
+        f"loss {_number(number(train, 'cross_entropy'), '.4f')}, "
+        f"validation {_number(number(validation, 'loss'), '.4f')}, "
+        f"{_number(number(train, 'tokens_per_second'), ',.0f')} tokens/s, left {_left(view)}, "
+        f"goodput {_goodput_share(view)}"
     )
+    rest = Group(Text(figures), _in_short(view))
+    chart = plot(_curves(view), width - 4, max(4, height - 18))
+    return Group(_title(view), _panel("loss", chart), _panel("now", rest))
+
+
+def _whole(view: RunView, width: int, height: int) -> RenderableType:
     third = max(24, (width - 6) // 3)
-    chart_height = max(6, min(16, height - 26))
-    curves = [("training", view.loss, COLOURS[0]), ("validation", view.validation, COLOURS[1])]
+    chart_height = max(6, min(16, height - 33))
     charts = Columns(
         [
-            _panel("loss", plot(curves, 2 * third - 4, chart_height), width=2 * third),
+            _panel("loss", plot(_curves(view), 2 * third - 4, chart_height), width=2 * third),
             _panel("progress", _progress(view), width=width - 2 * third - 1),
         ],
         padding=(0, 0),
@@ -94,7 +115,7 @@ def _whole(view: RunView, width: int, height: int) -> RenderableType:
         ],
         padding=(0, 0),
     )
-    return Group(title, charts, middle, low, _panel("starts and jobs", _jobs(view)))
+    return Group(_title(view), charts, middle, low, _panel("starts and jobs", _jobs(view)))
 
 
 def _progress(view: RunView) -> Table:
@@ -114,7 +135,7 @@ def _progress(view: RunView) -> Table:
     ]
     table = _table("", "")
     for name, value in rows:
-        table.add_row(name, value)
+        table.add_row(_name(name), value)
     return table
 
 
@@ -137,7 +158,7 @@ def _phase_table(view: RunView, width: int) -> RenderableType:
     room = max(4, width - 28)
     for name, value in phases[:7]:
         bar = "█" * max(1, round(room * value / phases[0][1])) if phases[0][1] else ""
-        table.add_row(name, f"{1000 * value:,.1f}", Text(bar, COLOURS[0]))
+        table.add_row(_name(name), f"{1000 * value:,.1f}", Text(bar, COLOURS[0]))
     return table
 
 
@@ -172,7 +193,7 @@ def _memory_table(view: RunView) -> RenderableType:
     table = _table(f"rank {int(number(shown, 'rank') or 0)} of {len(view.memory)}", "")
     for key, value in shown.items():
         if key.startswith("bytes_") and (count := number(shown, key)) is not None and (value or key == "bytes_peak"):
-            table.add_row(plain(key.removeprefix("bytes_").replace("_", " "), 24), _bytes(count))
+            table.add_row(_name(plain(key.removeprefix("bytes_").replace("_", " "), 24)), _bytes(count))
     return table
 
 
@@ -199,7 +220,7 @@ def _exchange(view: RunView) -> list[tuple[str, str]]:
 def _exchange_table(view: RunView) -> RenderableType:
     table = _table("first rank", "")
     for name, value in _exchange(view):
-        table.add_row(name, value)
+        table.add_row(_name(name), value)
     return table if table.row_count else Text("no tables, or no step yet", "dim")
 
 
@@ -287,8 +308,13 @@ def _bytes(count: float | None) -> str:
 def _table(*header: str) -> Table:
     table = Table(box=None, padding=(0, 1, 0, 0), show_header=any(header), header_style="dim", expand=False)
     for n, name in enumerate(header):
-        table.add_column(name, justify="left" if n == 0 else "right", no_wrap=True)
+        table.add_column(name, justify="left" if n == 0 else "right", no_wrap=n > 0)
     return table
+
+
+def _name(text: str) -> Text:
+    """Of a row: where the terminal is narrow it is cut, and the figures behind it are not."""
+    return Text(text, no_wrap=True, overflow="ellipsis")
 
 
 def _panel(title: str, body: RenderableType, colour: str = "", width: int | None = None) -> Panel:

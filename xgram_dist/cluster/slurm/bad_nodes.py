@@ -16,7 +16,7 @@ from pathlib import Path
 
 from xgram_dist.cluster.slurm.commands import job_environment, run_command
 from xgram_dist.errors import BadFileError, UserError, one_line
-from xgram_dist.untrusted import JsonError, parse_json, read_file
+from xgram_dist.untrusted import JsonError, open_itself, parse_json, read_file
 
 FILE = "nodes.jsonl"
 FORGET_SECONDS = 86_400.0
@@ -24,6 +24,8 @@ LOST, FAILED, SLOW = "lost", "failed", "slow"
 TIMES = 2
 """Failures after which a node is left out."""
 MAX_BYTES = 16 << 20
+MAX_TIME = 1e11
+"""Unix time: the year 5138."""
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,252}", re.ASCII)
 
 
@@ -50,7 +52,7 @@ def note_node(run: Path, node: str, kind: str, why: str) -> None:
     try:
         path = run / "slurm" / FILE
         path.parent.mkdir(parents=True, exist_ok=True)
-        with path.open("a", encoding="utf-8") as file:
+        with open(path, "a", encoding="utf-8", opener=open_itself) as file:
             file.write(json.dumps(asdict(event)) + "\n")
     except OSError:
         return
@@ -69,7 +71,8 @@ def read_events(run: Path, since: float = 0.0) -> list[NodeEvent]:
         except (JsonError, TypeError, ValueError):
             continue
         sound = all(isinstance(text, str) for text in (event.node, event.kind, event.why))
-        sound = sound and type(event.time) in (int, float) and _NAME.fullmatch(event.node) is not None
+        sound = sound and type(event.time) in (int, float) and 0 <= event.time < MAX_TIME
+        sound = sound and _NAME.fullmatch(event.node) is not None
         if sound and event.time > since:
             events.append(event)
     return events

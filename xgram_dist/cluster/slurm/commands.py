@@ -11,7 +11,7 @@ import re
 import subprocess
 from collections.abc import Mapping
 
-from xgram_dist.environment import launcher_variables, whole_number
+from xgram_dist.environment import NODES, launcher_variables, whole_number
 from xgram_dist.errors import UserError, one_line
 
 ENDED = frozenset(
@@ -23,8 +23,6 @@ MAX_SAID = 300
 FIRST_PORT, NUM_PORTS = 12_000, 10_000
 """Below the system's ephemeral ports (from 32768)."""
 _DURATION = re.compile(r"(?:([0-9]{1,6})-)?([0-9]{1,9}(?::[0-9]{1,6}){0,2})", re.ASCII)
-NODES = "XGRAM_DIST_NODES"
-"""Environment variable: node names in rank order, for error messages."""
 
 
 def run_command(words: list[str], environment: Mapping[str, str] | None = None) -> str:

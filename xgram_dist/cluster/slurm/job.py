@@ -45,6 +45,7 @@ from xgram_dist.cluster.slurm.commands import hostnames, job_facts, run_command,
 from xgram_dist.cluster.slurm.ranks import STOPPED_CODE, Ranks
 from xgram_dist.cluster.slurm.successor import move_evaluation, starts_again, submit_successor
 from xgram_dist.cluster.slurm.time_limit import TimeLimit
+from xgram_dist.environment import read_slurm_job
 from xgram_dist.errors import UserError
 
 CANCELLED = "cancelled"
@@ -63,11 +64,8 @@ REPLACED, MOVED = "Slurm has restarted this job", "to be started on other nodes"
 class Job:
     def __init__(self, args: argparse.Namespace):
         self.args, self.folder = args, Path(args.folder)
-        self.number = int(os.environ["SLURM_JOB_ID"])
-        # To Slurm's commands the number of an array's last task means the whole array.
-        array, task = os.environ.get("SLURM_ARRAY_JOB_ID"), os.environ.get("SLURM_ARRAY_TASK_ID")
-        self.id = f"{array}_{task}" if array and task else str(self.number)
-        self.restart = int(os.environ.get("SLURM_RESTART_COUNT") or 0)
+        job = read_slurm_job()
+        self.number, self.id, self.restart, self.nodelist = job.number, job.id, job.restart, job.nodelist
         self.script = Path(args.script) if args.script else None
         self.attempts = AttemptLog(self.folder, self.id)
         self.ranks: Ranks | None = None
@@ -79,7 +77,7 @@ class Job:
         """Bad nodes of which the log says that the run cannot start without them."""
 
     def run(self) -> int:
-        given = hostnames(os.environ["SLURM_JOB_NODELIST"])
+        given = hostnames(self.nodelist)
         step, before = newest_step(self.folder), self.attempts.before()
         if before is not None:
             self.note_lost_nodes(before)

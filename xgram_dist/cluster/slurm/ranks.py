@@ -11,18 +11,19 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO
 
 from xgram_dist.cluster.slurm.commands import rendezvous
-from xgram_dist.environment import JOB, STOP_FILE, TOKEN
+from xgram_dist.environment import JOB, STOP_FILE, TOKEN, slurm_cpus
+from xgram_dist.errors import BadFileError
+from xgram_dist.untrusted import open_itself, read_file
 
 STOPPED_CODE = 130
 ANSWER_SECONDS = 3.0
 """For the first rank to answer the file that asks it to stop; then all ranks get the signal."""
-ASKED = "stop"
+ASKED, MAX_ANSWER = "stop", 100
 _TASK_FAILED = re.compile(r"^srun: error: (\S+): tasks? ([\d,-]+): (.+)$")
 _EXIT_CODE = re.compile(r"Exited with exit code (\d+)")
 _TORCHRUN_EXIT_CODE = re.compile(r"^\s*exitcode\s*:\s*(\d+)\b")
@@ -83,7 +84,7 @@ class Ranks:
     def run(self) -> int:
         """Until they end; srun's exit code."""
         command = self.args.command
-        ranks, cpus = self.args.ranks, cpus_per_node(os.environ)
+        ranks, cpus = self.args.ranks, slurm_cpus()
         master = rendezvous(self.job, self.nodes, self.args.node_suffix)
         srun = ["srun", f"--nodes={len(self.nodes)}", "--kill-on-bad-exit=1", "--nodelist", ",".join(self.nodes)]
         if self.args.launcher == "torchrun":
@@ -122,8 +123,8 @@ class Ranks:
     def _signal(self) -> None:
         assert self._process is not None
         try:
-            answered = self._stop_file.read_text(encoding="utf-8") != ASKED
-        except OSError:
+            answered = read_file(self._stop_file, limit=MAX_ANSWER) != ASKED.encode()
+        except (OSError, BadFileError):
             answered = False
         if not answered and self._process.poll() is None:
             self._process.send_signal(signal.SIGUSR1)  # srun passes it on to all ranks
@@ -132,7 +133,8 @@ class Ranks:
         """In place: on network file systems a file that exists is read anew each time that it is opened."""
         try:
             self._stop_file.parent.mkdir(parents=True, exist_ok=True)
-            self._stop_file.write_text(text, encoding="utf-8")
+            with open(self._stop_file, "w", encoding="utf-8", opener=open_itself) as file:
+                file.write(text)
         except OSError:
             return  # the disk is full: the signal does it
 
@@ -159,14 +161,6 @@ class Ranks:
                 last_error = errors.get(first_rank, errors.get("", ""))
                 self.failure = Failure(failed[1], failed[2], failed[3].strip(), last_error)
         self.refused |= self.failure is not None and self.failure.code == 2
-
-
-def cpus_per_node(environment: Mapping[str, str]) -> int:
-    """CPUs that the ranks of a node share: those asked for, else what the job has on its smallest node; 0: unknown."""
-    if asked := environment.get("SLURM_CPUS_PER_TASK"):
-        return int(asked)
-    given = environment.get("SLURM_JOB_CPUS_PER_NODE", "")  # such as 96(x2),64
-    return min((int(part.partition("(")[0]) for part in given.split(",") if part), default=0)
 
 
 def torchrun_command(command: list[str], nodes: int, ranks: int, endpoint: str, job: str) -> list[str]:

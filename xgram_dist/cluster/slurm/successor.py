@@ -11,14 +11,13 @@ Standard library only.
 """
 
 import json
-import os
 import re
 import time
 from pathlib import Path
 
 from xgram_dist.cluster.slurm.commands import ENDED, job_facts, run_command, submit_script
 from xgram_dist.errors import BadFileError, UserError
-from xgram_dist.untrusted import read_json
+from xgram_dist.untrusted import open_itself, read_json
 
 FOLDER, JOBS, NEXT = "slurm", "jobs.json", "next"
 MAX_JOBS_BYTES = 1 << 16
@@ -80,14 +79,9 @@ def current_job(run: Path) -> tuple[str, dict[str, str] | None]:
 
 def write_jobs(run: Path, jobs: dict[str, str]) -> None:
     temporary = run / FOLDER / f".{JOBS}"
-    with open(temporary, "w", opener=_open_itself) as file:
+    with open(temporary, "w", opener=open_itself) as file:
         file.write(json.dumps(jobs, indent=1) + "\n")
     temporary.replace(run / FOLDER / JOBS)
-
-
-def _open_itself(path: str, flags: int) -> int:
-    """Not through a link, which would empty another file."""
-    return os.open(path, flags | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def read_jobs(run: Path) -> dict[str, str]:
