@@ -25,6 +25,32 @@ class InMemory:
     def read_ahead(self, rows: Tensor) -> None: ...
 
 
+class LateCopies(CopyStream):
+    """A copy that was started has not happened until it is waited for."""
+
+    def __init__(self, defect: str):
+        super().__init__(torch.device("cuda", 0))
+        self._started: list[tuple[Tensor, Tensor]] = []
+        self._done, self._defect = 0, defect
+
+    def copy(self, target: Tensor, source: Tensor, after: Any = None) -> int:
+        self._started.append((target, source))
+        return len(self._started)
+
+    def compute_after(self, point: Any) -> None:
+        if self._defect != "the network does not wait":
+            self._reach(point)
+
+    def wait_on_host(self, point: Any) -> None:
+        self._reach(point)
+        torch.cuda.Event().synchronize()
+
+    def _reach(self, point: int) -> None:
+        for target, source in self._started[self._done : point]:
+            super().copy(target, source)
+        self._done = point
+
+
 def build_tables() -> Tables:
     described = [{"name": f"layers.{n}.v.0", "rows": VOCABULARY, "width": w, "view": n} for n, w in enumerate(WIDTHS)]
     tables = Tables(described, [], VOCABULARY, "int8")
@@ -35,17 +61,17 @@ def build_tables() -> Tables:
     return tables
 
 
-def serve(tables: Tables, device: torch.device) -> list[Tensor]:
+def serve(tables: Tables, copies: CopyStream) -> list[Tensor]:
     """What the network reads in each batch."""
-    reader = RowReader(tables, [InMemory() for _ in WIDTHS], CopyStream(device))
+    device, reader = copies.device, RowReader(tables, [InMemory() for _ in WIDTHS], copies)
     recent, states, read = RecentVectors(reader, VOCABULARY, True), StateTaps(), []
     random = torch.Generator().manual_seed(1)
     for number in range(BATCHES):
-        reader.copies.follow()
+        copies.follow()
         drawn = torch.randint(0, VOCABULARY, (12 if number % 3 == 0 else 2, 1 + REACH), generator=random)
         # As vLLM has them on the device.
         tokens, positions = (x.pin_memory().to(device, non_blocking=True) for x in (drawn, torch.arange(len(drawn))))
-        tokens_TK, positions_T = reader.copies.read_on_host(tokens, positions)
+        tokens_TK, positions_T = copies.read_on_host(tokens, positions)
         slots_TK, vectors, scales = recent.find(tokens_TK)
         read += [F.embedding(slots_TK, vectors), F.embedding(slots_TK, scales)]
         keys = torch.from_numpy(np.unique(tokens_TK))
@@ -59,15 +85,15 @@ def serve(tables: Tables, device: torch.device) -> list[Tensor]:
 
 
 @torch.no_grad()
-def run_serving() -> dict[str, Any]:
+def run_serving(defect: str = "") -> dict[str, Any]:
     mapped_rows.PIECE_BYTES = 5 * 4 * sum(WIDTHS)
     recent_vectors.BUFFER_BYTES = 20 * 4 * sum(WIDTHS)
     tables = build_tables()
     torch.Tensor.pin_memory = lambda tensor: tensor  # type: ignore[method-assign]
-    expected = serve(tables, torch.device("cpu"))
+    expected = serve(tables, CopyStream(torch.device("cpu")))
     ledger = Ledger(phase="step")
     with TwinDevice(ledger).entered():
-        found = serve(tables, torch.device("cuda", 0))
+        found = serve(tables, LateCopies(defect))
     noted = ledger.of("step")
     return {
         "same": len(found) == len(expected)

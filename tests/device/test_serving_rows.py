@@ -14,3 +14,7 @@ def test_rows_travel_through_pinned_memory_and_the_host_waits_for_token_ids_alon
     assert found["copies"] > 6 * BATCHES, "the copies were not seen"
     assert not found["stopping"]
     assert found["waits"] == BATCHES
+
+
+def test_a_network_that_does_not_wait_for_its_rows_is_found():
+    assert not run_isolated(run_serving, "the network does not wait")["same"]
