@@ -335,7 +335,7 @@ class XgramForCausalLM(nn.Module):
             return self.recent.find(self.history.within_document(tokens_TK))
         read = torch.from_numpy(tokens_TK[:, : self.key_map.site.reach + 1])
         keys_U, index = self.key_map.keys(list(read.unbind(1))).flatten().unique(return_inverse=True)
-        vectors_UW = torch.empty(len(keys_U), self.tables.width, device=device)
+        vectors_UW = torch.empty(len(keys_U), self.tables.width, dtype=torch.float32, device=device)
         self.reader.read(keys_U, vectors_UW)
         scales_UJ = torch.zeros(len(keys_U), len(self.config.tables), device=device)
         return index_to_device(index.view(len(tokens_TK), -1).numpy(), device), vectors_UW, scales_UJ
