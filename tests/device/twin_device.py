@@ -161,6 +161,10 @@ class TwinDevice:
             if func in SIZED_BY_VALUES:
                 self.ledger.wait(f"size of the result of {func}")
         host_args, host_kwargs = map_leaves(host_of, args), map_leaves(host_of, kwargs)
+        if host_kwargs.pop("pin_memory", False):
+            pinned = func(*host_args, **host_kwargs)
+            pinned.stub_pinned = True
+            return pinned
         if kwargs.get("device") is not None:
             host_kwargs |= {"device": torch.device("cpu")}
         if twins and func.namespace == "_c10d_functional":

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from ranks_helper import run_ranks
 from torch import nn
 from torch.distributed.fsdp import fully_shard
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from xgram_dist.engine.deepspeed_internals import import_deepspeed
 from xgram_dist.errors import UserError
 from xgram_dist.library import Routing, ShortConv, TableSites, TokenTables, XgramInjection, gather
+from xgram_dist.parallel.mesh import wrap_group
 
 KEYS, WIDTH, BATCH, LENGTH, STEPS = 60, 8, 4, 6, 12
 NAMES = ("first", "second")
@@ -76,7 +78,7 @@ def train(ranks, wrap, first=0, last=STEPS, states=None, **settings):
     """(initial tables, losses, norms, last tables, state) of a plain loop of torch's."""
     model = Network(recompute=wrap == "fsdp2")
     if wrap == "ddp":
-        model = DistributedDataParallel(model)
+        model = DistributedDataParallel(model, process_group=settings.get("group"))
     elif wrap == "fsdp2":
         fully_shard(model)
     elif wrap.startswith("ZeRO"):
@@ -188,6 +190,23 @@ def test_a_loop_of_torchs_own_trains_as_on_whole_tables(size, wrap, settings):
 
 def train_without_state(ranks, wrap, settings):
     return train(ranks, wrap, **settings)[:4]
+
+
+def _in_groups(ranks):
+    groups = [dist.new_group([0, 2]), dist.new_group([1])]
+    group, other = groups[ranks.rank % 2], groups[1 - ranks.rank % 2]
+    with pytest.raises(UserError, match="not in the group"):
+        TokenTables(dict.fromkeys(NAMES, WIDTH), KEYS, group=other)
+    return train(wrap_group(group), "ddp", group=group)[:4]
+
+
+def test_groups_of_the_callers_have_tables_of_their_own():
+    for start, losses, norms, tables in run_ranks(_in_groups, 3):
+        expected_losses, expected_norms, expected_tables = reference(start)
+        np.testing.assert_allclose(losses, expected_losses, rtol=1e-5)
+        np.testing.assert_allclose(norms, expected_norms, rtol=1e-4)
+        for name in NAMES:
+            np.testing.assert_allclose(tables[name], expected_tables[name], rtol=0, atol=2e-5)
 
 
 def _resumed(ranks, states, last):

@@ -39,6 +39,15 @@ MODEL = {"width": 128, "heads": 4, "kv_heads": 2, "ffn_width": 96, "sequence_len
 MANY = {"max_num_seqs": 256, "enable_chunked_prefill": False, "enable_prefix_caching": False}
 SCARCE = {"block_size": 32, "max_num_batched_tokens": 48, "max_num_seqs": 32, "num_gpu_blocks_override": 16}
 """Prompts in chunks of at most 48 tokens, and a cache of fewer positions than the sequences of a batch have."""
+BACKBONES: dict[str, dict[str, Any]] = {
+    "llama": {
+        "qk_norm": "none",
+        "rope_scaling": {"factor": 8.0, "low_frequency": 1.0, "high_frequency": 4.0, "original_length": 32},
+    },
+    "qwen3": {"qk_norm": "head", "head_width": 48},
+    "olmo2": {"norms": "after"},
+}
+"""Keys of `model` by which the backbones of `--from-hf` differ from the paper's."""
 METHODS = ["ple", "retoken", "mort", "stem", "engram", "mole", "scone"]
 
 
@@ -60,7 +69,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         tree["train"] |= {"global_batch": 4, "micro_batch": 1, "validation_sequences": 4}
         tree["optimizer"] = {"learning_rate": 0.02, "warmup_share": 0.0}
         trained(build_config(tree), folder / method)
-    for name in ["all", "own-rows", *METHODS]:
+    for name, keys in BACKBONES.items():
+        trained(recipe(data, "all", model=MODEL | keys), folder / name)
+    for name in ["all", "own-rows", *BACKBONES, *METHODS]:
         assert main(["export", str(folder / name), "--to", "hf", str(folder / f"{name}-hf")]) == 0
     return folder
 
@@ -138,6 +149,38 @@ def test_two_tensor_parallel_ranks(folder: Path, prompts: list[list[int]]) -> No
     jobs = [job(folder, name, [prompts[:40]], {**MANY, "tensor_parallel_size": 2}) for name in names]
     for name, (batch,) in zip(names, served(folder, jobs), strict=True):
         check(folder / name, prompts[:40], batch)
+
+
+def test_backbones_of_other_families(folder: Path, prompts: list[list[int]]) -> None:
+    """Their norms, heads and rotary frequencies; on two ranks, too, which share the heads."""
+    few = prompts[:40]
+    for options in (SCARCE, {**MANY, "tensor_parallel_size": 2}):
+        jobs = [job(folder, name, [few], options) for name in BACKBONES]
+        for name, (batch,) in zip(BACKBONES, served(folder, jobs), strict=True):
+            check(folder / name, few, batch)
+
+
+def test_no_cuda_graph_is_made_of_a_model_with_tables() -> None:
+    """Its replay would leave out what the host reads."""
+    script = """
+import sys
+from types import SimpleNamespace
+from vllm.config import CUDAGraphMode
+from vllm.model_executor.models.config import MODELS_CONFIG_MAP
+from vllm.plugins import load_general_plugins
+load_general_plugins()
+for tables in ([], [{"name": "layers.0.h.0"}]):
+    config = SimpleNamespace(
+        model_config=SimpleNamespace(hf_config=SimpleNamespace(tables=tables)),
+        compilation_config=SimpleNamespace(cudagraph_mode=CUDAGraphMode.FULL_AND_PIECEWISE),
+    )
+    MODELS_CONFIG_MAP["XgramForCausalLM"].verify_and_update_config(config)
+    print("mode", config.compilation_config.cudagraph_mode.name)
+"""
+    done = subprocess.run([str(PYTHON), "-c", script], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-2000:]
+    modes = [line.split()[1] for line in done.stdout.splitlines() if line.startswith("mode ")]
+    assert modes == ["FULL_AND_PIECEWISE", "NONE"]
 
 
 def test_the_compiled_network(folder: Path, prompts: list[list[int]]) -> None:

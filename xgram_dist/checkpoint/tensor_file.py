@@ -12,11 +12,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import crc32c
 import torch
 from torch import Tensor
 
-from xgram_dist.checkpoint.safetensors_io import BLOCK_BYTES, RawFile
+from xgram_dist.checkpoint.safetensors_io import BLOCK_BYTES, RawFile, running_checksum
 from xgram_dist.console import ByteProgress
 
 DTYPE_NAMES = {
@@ -43,7 +42,7 @@ def write_tensors(path: Path, tensors: dict[str, Tensor], lines: ByteProgress | 
         for key, tensor in tensors.items():
             checksum = 0
             for block in tensor_bytes(tensor):
-                checksum = crc32c.crc32c(block, checksum)
+                checksum = running_checksum(block, checksum)
                 file.write(block)
                 written += len(block)
                 if lines is not None:

@@ -45,7 +45,7 @@ class Gemma3nTables:
 
         config = _read_json(folder / "config.json")
         config = config.get("text_config", config)
-        self.layers, self.width = int(config["num_hidden_layers"]), int(config["hidden_size_per_layer_input"])
+        self.layers, self.width = (_number(config, key) for key in ("num_hidden_layers", "hidden_size_per_layer_input"))
         file, self._name = _file_with(folder, PER_LAYER)
         self._opened = safe_open(file, framework="pt")
         self._rows = self._opened.get_slice(self._name)
@@ -118,18 +118,22 @@ class PublishedEngram:
 
 def engram_hash(config: Mapping[str, Any], layers: Sequence[int]) -> NgramHash:
     """`config`: the published one, with its keys engram_*. `layers`: some of its engram_layer_ids."""
-    ids, longest = list(config["engram_layer_ids"]), int(config["engram_max_ngram_size"])
-    heads, orders = int(config["engram_n_heads"]), tuple(range(2, longest + 1))
-    primes = primes_from(int(config["engram_vocab_size"]), len(ids) * len(orders) * heads)
-    bound = max(1, (np.iinfo(np.int64).max // int(config["engram_compressed_vocab_size"])) // 2)
+    ids, longest = config.get("engram_layer_ids") or [], _number(config, "engram_max_ngram_size")
+    strange = [layer for layer in layers if layer not in ids]
+    if strange:
+        raise UserError(f"layer {strange[0]} has no Engram: engram_layer_ids = {ids}")
+    heads, orders = _number(config, "engram_n_heads"), tuple(range(2, longest + 1))
+    folded = _number(config, "engram_compressed_vocab_size")
+    primes = primes_from(_number(config, "engram_vocab_size"), len(ids) * len(orders) * heads)
+    bound = max(1, (np.iinfo(np.int64).max // folded) // 2)
     multipliers, rows = [], []
     for layer in layers:
         drawn = np.random.default_rng(10007 * layer).integers(0, bound, longest, dtype=np.int64) * 2 + 1
         multipliers.append(tuple(tuple(drawn[:order].tolist()) for order in orders))
         first = ids.index(layer) * len(orders) * heads
         rows.append(tuple(primes[first + n * heads : first + (n + 1) * heads] for n in range(len(orders))))
-    pad = int(config["engram_pad_token_id"])
-    return NgramHash(orders, tuple(multipliers), tuple(rows), int(config["engram_compressed_vocab_size"]), pad)
+    pad = _number(config, "engram_pad_token_id", least=0)
+    return NgramHash(orders, tuple(multipliers), tuple(rows), folded, pad)
 
 
 def read_engram(config: Mapping[str, Any], layer: int, tensors: Mapping[str, Tensor]) -> PublishedEngram:
@@ -141,8 +145,10 @@ def read_engram(config: Mapping[str, Any], layer: int, tensors: Mapping[str, Ten
             f"hc_mult = {streams}: this Engram writes to {streams} residual streams with a key for each, and our "
             "backbone has one; only hc_mult = 1 can be read"
         )
-    width = int(config["hidden_size"])
-    hashing = engram_hash(config, [layer])
+    width, hashing = _number(config, "hidden_size"), engram_hash(config, [layer])
+    missing = [name for name in ("embed.weight", "wkv.weight", "q_weight", "k_weight") if name not in tensors]
+    if missing:
+        raise UserError(f"the layer has no tensor '{missing[0]}'; give all of `layers.{layer}.engram.`")
     rows = tensors["embed.weight"].float()
     if "embed.scale" in tensors:
         exponents = tensors["embed.scale"].view(torch.uint8).float() - 127
@@ -155,7 +161,7 @@ def read_engram(config: Mapping[str, Any], layer: int, tensors: Mapping[str, Ten
         layers=(layer,),
         width=key.shape[1],
         taps=1,
-        reach=int(config["engram_max_ngram_size"]) - 1,
+        reach=_number(config, "engram_max_ngram_size") - 1,
         hashing=hashing,  # type: ignore[arg-type]  # the same fields, in a module that stands alone
         gate_eps=float(config["rms_norm_eps"]),
         output_eps=float(config["rms_norm_eps"]),
@@ -171,13 +177,20 @@ def read_engram(config: Mapping[str, Any], layer: int, tensors: Mapping[str, Ten
     return PublishedEngram(site, parameters, rows[:used])
 
 
+def _number(config: Mapping[str, Any], key: str, least: int = 1) -> int:
+    value = config.get(key)
+    if not isinstance(value, int) or value < least:
+        raise UserError(f"the configuration has {key} = {value}; it must be a whole number, {least} or more")
+    return value
+
+
 def _file_with(folder: Path, ending: str) -> tuple[Path, str]:
     """The safetensors file with a tensor of this ending, and the tensor's name."""
     from safetensors import safe_open
 
     files = sorted(folder.glob("*.safetensors"))
     if (folder / INDEX).exists():
-        names = _read_json(folder / INDEX)["weight_map"]
+        names = _read_json(folder / INDEX).get("weight_map", {})
         files = [folder / Path(str(file)).name for name, file in names.items() if name.endswith(ending)]
     for file in files:
         with safe_open(file, framework="pt") as opened:

@@ -136,7 +136,10 @@ class Model:
             keys = tokens_BT
             if self.key_map is not None:
                 keys = self.key_map(tokens_BT, None if real is None else real[:, -tokens_BT.shape[1] :], cache)
-            distinct_U, slots_BT = keys.unique(return_inverse=True)
+            if keys.numel() == 1:  # a step of generation, where `unique` takes one part in a hundred
+                distinct_U, slots_BT = keys.view(1), torch.zeros_like(keys)
+            else:
+                distinct_U, slots_BT = keys.unique(return_inverse=True)
             values = {name: to_device(v, self.device) for name, v in self.tables.vectors(distinct_U).items()}
         on_device = [None if x is None else to_device(x, self.device) for x in (tokens_BT, slots_BT, real)]
         tokens, slots, counted = on_device

@@ -236,6 +236,11 @@ class CopyStream:
         tensor.record_stream(self._computing)  # type: ignore[arg-type]
         return tensor
 
+    def follow(self) -> None:
+        """From now on, what computes is the calling thread's current stream."""
+        if self._copying is not None:
+            self._computing = torch.cuda.current_stream(self.device)
+
     def computed(self) -> Any:
         """The point that the device's computing has been asked to reach so far."""
         return None if self._computing is None else self._computing.record_event()
@@ -250,6 +255,25 @@ class CopyStream:
                 self._copying.wait_event(after)
             target.copy_(source, non_blocking=True)
             return self._copying.record_event()
+
+    def fill(self, target: Tensor, write: Callable[[Tensor], None], after: Any = None) -> Any:
+        """As `copy`, from host memory that `write` fills; where `target` is in host memory, it fills that."""
+        if self._copying is None:
+            write(target)
+            return None
+        staged = empty_on_host(target)
+        write(staged)
+        return self.copy(target, staged, after)
+
+    def read_on_host(self, *tensors: Tensor) -> list[NDArray[Any]]:
+        """Values of tensors. From a GPU they come together, and the host waits once."""
+        if self._copying is None:
+            return [tensor.numpy() for tensor in tensors]
+        computed, held, point = self.computed(), [empty_on_host(tensor) for tensor in tensors], None
+        for target, source in zip(held, tensors, strict=True):
+            point = self.copy(target, source, computed)
+        self.wait_on_host(point)
+        return [target.numpy() for target in held]
 
     def compute_after(self, point: Any) -> None:
         """What is computed from now on waits for a copy; the host does not."""

@@ -113,6 +113,8 @@ def wrap_group(group: Any = None) -> ProcessGroup:
     torch.distributed is not initialised. All ranks of the group call it."""
     if not dist.is_initialized() or dist.get_world_size(group) == 1:
         return ProcessGroup()
+    if dist.get_rank(group) < 0:
+        raise UserError("this rank is not in the group that it was given; only members of a group call this")
     group = group or dist.group.WORLD
     rank, size, members = dist.get_rank(group), dist.get_world_size(group), dist.get_process_group_ranks(group)
     host = dist.new_group(members, backend="gloo", use_local_synchronization=True)

@@ -15,6 +15,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from xgram_dist.parallel.device import index_to_device, to_device
+
 NO_TOKEN = -1
 
 
@@ -30,22 +32,24 @@ class Slots:
     """False before the beginning of a sequence."""
 
     @staticmethod
-    def find(positions_T: NDArray[Any], metadata: Any, reach: int, block_size: int) -> "Slots":
-        """`metadata`: of attention."""
-        starts_R, blocks_RB = on_host(metadata.query_start_loc)[1:], on_host(metadata.block_table)
-        sequence_T = np.searchsorted(starts_R, np.arange(len(positions_T)), side="right")
+    def find(
+        positions_T: NDArray[Any],
+        query_starts: NDArray[Any],
+        blocks_RB: NDArray[Any],
+        new_T: NDArray[Any],
+        reach: int,
+        block_size: int,
+    ) -> "Slots":
+        """`query_starts`: of the sequences among the new positions, from 0, and the end of the last. `blocks_RB`: of
+        the cache, in the order of positions. `new_T`: slots of the new positions."""
+        sequence_T = np.searchsorted(query_starts[1:], np.arange(len(positions_T)), side="right")
         np.minimum(sequence_T, len(blocks_RB) - 1, out=sequence_T)  # padding follows the last sequence
         before_TK = positions_T[:, None] - np.arange(1, reach + 1)
         exists_TK = before_TK >= 0
         np.maximum(before_TK, 0, out=before_TK)
         block_TK, inside_TK = np.divmod(before_TK, block_size)
         before_TK = blocks_RB[sequence_T[:, None], block_TK].astype(np.int64) * block_size + inside_TK
-        return Slots(on_host(metadata.slot_mapping), before_TK, exists_TK)
-
-
-def on_host(tensor: Tensor) -> NDArray[Any]:
-    array: NDArray[Any] = tensor.cpu().numpy()
-    return array
+        return Slots(new_T, before_TK, exists_TK)
 
 
 class TokenHistory:
@@ -105,9 +109,9 @@ class StateTaps:
     def begin(self, slots: Slots | None, same_document_TK: NDArray[Any], num_slots: int, device: torch.device) -> None:
         """A new batch. `same_document_TK`: whether the positions 1, 2, .. before each belong to its document."""
         self._num_slots = num_slots
-        self._same_document_TK = torch.from_numpy(same_document_TK).to(device)
-        self._new_T = None if slots is None else torch.from_numpy(slots.new_T).to(device).long()
-        self._before_TK = torch.empty(0) if slots is None else torch.from_numpy(slots.before_TK).to(device)
+        self._same_document_TK = to_device(torch.from_numpy(same_document_TK), device)
+        self._new_T = None if slots is None else index_to_device(slots.new_T, device)
+        self._before_TK = torch.empty(0) if slots is None else index_to_device(slots.before_TK, device)
 
     def extend(self, name: str, new_T1W: Tensor, reach: int) -> Tensor:
         """[T, reach + 1, W], the oldest first."""

@@ -1,7 +1,13 @@
-"""Table rows mapped from an exported folder: not loaded, and shared by all processes through the page cache."""
+"""Table rows mapped from an exported folder: not loaded, and shared by all processes through the page cache.
+
+Vectors of keys are gathered from them in host memory. To a GPU they travel through pinned memory on a stream of their
+own, piece by piece: one is copied while the next is gathered.
+Shapes: S rows, U keys, N accesses, W columns of all tables.
+"""
 
 import mmap
 import warnings
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,9 +17,14 @@ from xgram_dist.checkpoint.safetensors_io import RawFile
 from xgram_dist.checkpoint.tensor_file import TORCH_DTYPES
 from xgram_dist.errors import BadFileError
 from xgram_dist.inference.hf.decoder_tables import Tables, ViewRows
+from xgram_dist.parallel.device import CopyStream
 from xgram_dist.untrusted import check_name, read_json
 
 INDEX = "model.safetensors.index.json"
+MANY = 4
+"""Keys from which on their rows are read ahead, together."""
+PIECE_BYTES = 16 << 20
+"""Of vectors that are copied to a GPU at once."""
 
 
 class MappedRows:
@@ -31,8 +42,11 @@ class MappedRows:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # torch warns that the buffer cannot be written to; nothing writes
             stored = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=self._begin)
-        if self._begin % dtype.itemsize:  # a file of another writer may be unaligned
-            stored = stored.clone()
+        if self._begin % dtype.itemsize:
+            raise BadFileError(
+                f"'{path}': '{name}' begins at byte {self._begin}, where no {header.dtype} can be mapped; export the "
+                "checkpoint again"
+            )
         self.rows: Tensor = stored.view(dtype).view(header.shape)
         self._row_bytes = size // max(1, len(self.rows))
 
@@ -42,6 +56,25 @@ class MappedRows:
             start = self._begin + row * self._row_bytes
             inside = start % mmap.PAGESIZE
             self._map.madvise(mmap.MADV_WILLNEED, start - inside, self._row_bytes + inside)
+
+
+class RowReader:
+    """Vectors of keys, from mapped rows into memory of a device."""
+
+    def __init__(self, tables: Tables, mapped: list[MappedRows], copies: CopyStream):
+        self.tables, self.copies, self._mapped = tables, copies, mapped
+        self._piece = max(1, PIECE_BYTES // (4 * tables.width))
+
+    def read(self, keys_U: Tensor, vectors_UW: Tensor) -> None:
+        """Fill `vectors_UW` with the vectors of distinct keys. What the device computes next waits for them; the host
+        does not."""
+        if len(keys_U) >= MANY:
+            for mapped, rows in zip(self._mapped, self.tables.rows_of(keys_U), strict=True):
+                mapped.read_ahead(rows)
+        computed, arrived = self.copies.computed(), None
+        for keys, vectors in zip(keys_U.split(self._piece), vectors_UW.split(self._piece), strict=True):
+            arrived = self.copies.fill(vectors, partial(self.tables.read_into, keys), computed)
+        self.copies.compute_after(arrived)
 
 
 def map_rows(folder: Path, tables: Tables) -> list[MappedRows]:

@@ -36,12 +36,13 @@ from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead, 
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from vllm.utils.torch_utils import set_default_torch_dtype
 
-from xgram_dist.inference.hf.decoder import Site, Spec
+from xgram_dist.inference.hf.decoder import Site, Spec, rotary_rates
 from xgram_dist.inference.hf.decoder_layers import Positions, RMSNorm, at_least_fp32
 from xgram_dist.inference.hf.decoder_methods import INPUT_TABLE, SITE_MODULES, KeyMap
 from xgram_dist.inference.hf.decoder_tables import Tables
-from xgram_dist.serving.history import NO_TOKEN, Slots, StateTaps, TableTaps, TokenHistory, on_host
-from xgram_dist.serving.mapped_rows import map_rows
+from xgram_dist.parallel.device import CopyStream, index_to_device
+from xgram_dist.serving.history import NO_TOKEN, Slots, StateTaps, TableTaps, TokenHistory
+from xgram_dist.serving.mapped_rows import RowReader, map_rows
 from xgram_dist.serving.recent_vectors import RecentVectors
 
 logger = init_logger(__name__)
@@ -55,7 +56,7 @@ class GroupedAttention(nn.Module):
         size, rank = get_tensor_model_parallel_world_size(), get_tensor_model_parallel_rank()
         if spec.kv_heads % size:
             raise ValueError(f"tensor_parallel_size {size} does not divide the model's {spec.kv_heads} key/value heads")
-        self.head_width, self.size, self.rank = spec.width // spec.heads, size, rank
+        self.head_width, self.qk_norm, self.size, self.rank = spec.width_of_head, spec.qk_norm, size, rank
         self.heads, self.kv_heads = spec.heads // size, spec.kv_heads // size
         self.q_width, self.kv_width = self.heads * self.head_width, self.kv_heads * self.head_width
         quant = vllm_config.quant_config
@@ -69,10 +70,11 @@ class GroupedAttention(nn.Module):
             prefix=f"{prefix}.qkv",
         )
         self.output = RowParallelLinear(
-            spec.width, spec.width, bias=False, quant_config=quant, prefix=f"{prefix}.output"
+            spec.heads * self.head_width, spec.width, bias=False, quant_config=quant, prefix=f"{prefix}.output"
         )
-        self.query_norm = RMSNorm(self.q_width, spec.norm_eps)
-        self.key_norm = RMSNorm(self.kv_width, spec.norm_eps)
+        widths = (self.q_width, self.kv_width) if spec.qk_norm == "width" else (self.head_width, self.head_width)
+        if spec.qk_norm != "none":
+            self.query_norm, self.key_norm = (RMSNorm(width, spec.norm_eps).float() for width in widths)
         self.attn = Attention(
             self.heads,
             self.head_width,
@@ -93,8 +95,12 @@ class GroupedAttention(nn.Module):
             k = k + self.own(deltas["k"])
         if "v" in deltas:
             v = v + self.own(deltas["v"])
-        q = self._rotated(self._normed(q, self.query_norm), self.heads, cos, sin)
-        k = self._rotated(self._normed(k, self.key_norm), self.kv_heads, cos, sin)
+        if self.qk_norm == "width":
+            q, k = self._normed(q, self.query_norm), self._normed(k, self.key_norm)
+        elif self.qk_norm == "head":
+            q = self.query_norm(q.unflatten(-1, (self.heads, self.head_width))).flatten(1)
+            k = self.key_norm(k.unflatten(-1, (self.kv_heads, self.head_width))).flatten(1)
+        q, k = self._rotated(q, self.heads, cos, sin), self._rotated(k, self.kv_heads, cos, sin)
         out, _ = self.output(self.attn(q, k, v))
         return out + deltas["o"] if "o" in deltas else out
 
@@ -151,6 +157,7 @@ class Block(nn.Module):
         super().__init__()
         own = spec.method_site if spec.method_site is not None and layer in spec.method_site.layers else None
         self.method_site = None if own is None else own.site
+        self.norms_after = spec.norms_after
         self.attention = GroupedAttention(spec, vllm_config, f"{prefix}.attention")
         self.ffn = FeedForward(spec, own is None or own.site != "up", vllm_config, f"{prefix}.ffn")
         self.attention_norm = RMSNorm(spec.width, spec.norm_eps)
@@ -159,13 +166,7 @@ class Block(nn.Module):
         if own is not None and own.method in SITE_MODULES:
             sites[own.site] = SITE_MODULES[own.method](spec, own, layer)
         self.sites = nn.ModuleDict(sites)
-        for part in (
-            self.sites,
-            self.attention_norm,
-            self.ffn_norm,
-            self.attention.query_norm,
-            self.attention.key_norm,
-        ):
+        for part in (self.sites, self.attention_norm, self.ffn_norm):
             part.float()  # small vectors stay in fp32, as they were trained
 
     def forward(
@@ -183,12 +184,15 @@ class Block(nn.Module):
             x = x + deltas.pop("h")
         if self.method_site == "ngram":
             x = self.sites["ngram"](x[:, None], values, at, taps).squeeze(1)
-        x = x + self.attention(self.attention_norm(x), deltas, cos, sin)
-        normed = self.ffn_norm(x)
+        attended = self.attention(x if self.norms_after else self.attention_norm(x), deltas, cos, sin)
+        x = x + (self.attention_norm(attended) if self.norms_after else attended)
+        normed = x if self.norms_after else self.ffn_norm(x)
         up = self.sites["up"](values, at, x.dtype).squeeze(1) if self.method_site == "up" else None
         out = self.ffn(normed, up)
         if self.method_site == "ffn":
             out = self.sites["ffn"](out[:, None], values, at).squeeze(1)
+        if self.norms_after:
+            out = self.ffn_norm(out)
         if self.method_site in ("block", "experts"):
             out = out + self.sites[self.method_site](normed[:, None], values, at).squeeze(1)
         return x + out
@@ -210,11 +214,6 @@ class Network(nn.Module):
         super().__init__()
         config = vllm_config.model_config.hf_config
         self.spec = spec = Spec.of(config.spec)
-        if (spec.head_width, spec.norms_after, spec.qk_norm, spec.rope_scaling) != (None, False, "width", None):
-            raise ValueError(
-                "the model's norms, heads or rotary frequencies are those of another family, which this plugin does "
-                "not serve; use transformers (trust_remote_code=True)"
-            )
         self.widths = {table["name"]: table["width"] for table in config.tables}
         self.embedding = VocabParallelEmbedding(spec.vocabulary, spec.width, prefix=f"{prefix}.embedding")
         self.blocks = nn.ModuleList(
@@ -222,10 +221,9 @@ class Network(nn.Module):
         )
         self.norm = RMSNorm(spec.width, spec.norm_eps).float()
         self.states = StateTaps() if keeps_states(spec) else None
-        head_width = spec.width // spec.heads
         # Angles in fp64, as in training: far positions would lose digits.
-        rates = spec.rope_theta ** -(torch.arange(0, head_width, 2, dtype=torch.float64) / head_width)
-        angles = torch.arange(spec.context, dtype=torch.float64)[:, None] * rates
+        order = torch.arange(spec.context, dtype=torch.float64)
+        angles = order[:, None] * rotary_rates(spec, order.device)
         self.cos: Tensor
         self.sin: Tensor
         self.register_buffer("cos", angles.cos().float(), persistent=False)
@@ -290,7 +288,8 @@ class XgramForCausalLM(nn.Module):
         folder = Path(vllm_config.model_config.model)
         self.mapped_rows = map_rows(folder, self.tables) if config.tables else []
         self.history = TokenHistory(spec.document_end)
-        self.recent: RecentVectors | None = None
+        self.reader: RowReader | None = None
+        self.recent: RecentVectors
         self.reach = _reach(spec)
 
     def embed_input_ids(self, input_ids: Tensor) -> Tensor:
@@ -315,38 +314,48 @@ class XgramForCausalLM(nn.Module):
         if not self.config.tables:
             none = input_ids.new_zeros(len(input_ids), 1)
             return none, torch.zeros(2, 1, device=device), torch.zeros(2, 0, device=device)
-        tokens_TK = on_host(input_ids).astype(np.int64)[:, None]
-        if self.reach:
-            slots, num_slots = self._slots(positions)
-            tokens_TK = self.history.extend(tokens_TK[:, 0], slots, self.reach, num_slots)
-            if self.model.states is not None:
-                inside = self.history.within_document(tokens_TK)[:, 1:] != NO_TOKEN
-                self.model.states.begin(slots, inside, num_slots, device)
-        if self.key_map is not None:
-            read = torch.from_numpy(tokens_TK[:, : self.key_map.site.reach + 1])
-            keys_U, index = self.key_map.keys(list(read.unbind(1))).flatten().unique(return_inverse=True)
-            slots_TK, vectors_UW = index.view(len(tokens_TK), -1), self.tables(keys_U)
-            scales_UJ = torch.zeros(len(vectors_UW), len(self.config.tables))
+        if self.reader is None:
+            self.reader = RowReader(self.tables, self.mapped_rows, CopyStream(device))
+            self.recent = RecentVectors(self.reader, self.spec.vocabulary, self.spec.normalised)
+        copies = self.reader.copies
+        copies.follow()
+        metadata, num_slots = self._cache() if self.reach else (None, 0)
+        if metadata is None:
+            (tokens_T,), slots = copies.read_on_host(input_ids), None
         else:
-            if self.recent is None:
-                spec = self.spec
-                self.recent = RecentVectors(self.tables, self.mapped_rows, spec.vocabulary, spec.normalised, device)
-            slots_TK, vectors_UW, scales_UJ = self.recent.find(self.history.within_document(tokens_TK))
-        return slots_TK.to(device), vectors_UW.to(device), scales_UJ.to(device)
+            where = (positions, metadata.query_start_loc, metadata.block_table, metadata.slot_mapping)
+            tokens_T, positions_T, starts, blocks_RB, new_T = copies.read_on_host(input_ids, *where)
+            block_size = self.vllm_config.cache_config.block_size
+            slots = Slots.find(positions_T, starts, blocks_RB, new_T, self.reach, block_size)
+        tokens_TK = self.history.extend(tokens_T.astype(np.int64), slots, self.reach, num_slots)
+        if self.model.states is not None:
+            inside = self.history.within_document(tokens_TK)[:, 1:] != NO_TOKEN
+            self.model.states.begin(slots, inside, num_slots, device)
+        if self.key_map is None:
+            return self.recent.find(self.history.within_document(tokens_TK))
+        read = torch.from_numpy(tokens_TK[:, : self.key_map.site.reach + 1])
+        keys_U, index = self.key_map.keys(list(read.unbind(1))).flatten().unique(return_inverse=True)
+        vectors_UW = torch.empty(len(keys_U), self.tables.width, dtype=torch.float32, device=device)
+        self.reader.read(keys_U, vectors_UW)
+        scales_UJ = torch.zeros(len(keys_U), len(self.config.tables), device=device)
+        return index_to_device(index.view(len(tokens_TK), -1).numpy(), device), vectors_UW, scales_UJ
 
-    def _slots(self, positions: Tensor) -> tuple[Slots | None, int]:
-        """Slots of the key-value cache, and their number; without a cache, as in vLLM's profiling, None."""
+    def _cache(self) -> tuple[Any, int]:
+        """How the batch lies in the key-value cache, and the number of its slots; without a cache, as in vLLM's
+        profiling, None."""
         first: Any = self.model.blocks[0]
         layer = first.attention.attn
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             return None, 0
         assert isinstance(metadata, dict), "micro-batches of one step share no history"
-        cache: Tensor = layer.kv_cache
-        block_size = self.vllm_config.cache_config.block_size
-        num_slots = cache.numel() // (2 * layer.num_kv_heads * layer.head_size)
-        found = Slots.find(on_host(positions), metadata[layer.layer_name], self.reach, block_size)
-        return found, num_slots
+        ours, cache = metadata[layer.layer_name], layer.kv_cache
+        if not hasattr(ours, "block_table"):
+            raise ValueError(
+                f"the attention backend of {type(ours).__name__} does not say which blocks a sequence has; choose "
+                "another one: --attention-backend FLASH_ATTN or TRITON_ATTN"
+            )
+        return ours, cache.numel() // (2 * layer.num_kv_heads * layer.head_size)
 
     def load_weights(self, weights: Iterable[tuple[str, Tensor]]) -> set[str]:
         parameters: dict[str, Any] = dict(self.named_parameters()) | dict(self.named_buffers())
@@ -357,7 +366,7 @@ class XgramForCausalLM(nn.Module):
             parameter = parameters[target]
             if part is not None:
                 parameter.weight_loader(parameter, weight, part)
-            elif target.endswith((".query_norm.weight", ".key_norm.weight")) and ".attention." in target:
+            elif ".attention." in target and target.endswith("_norm.weight") and self.spec.qk_norm == "width":
                 parameter.data.copy_(weight.chunk(get_tensor_model_parallel_world_size())[rank])
             else:
                 getattr(parameter, "weight_loader", default_weight_loader)(parameter, weight)

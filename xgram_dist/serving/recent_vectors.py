@@ -13,24 +13,21 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from xgram_dist.inference.hf.decoder_layers import CONV_EPS
-from xgram_dist.inference.hf.decoder_tables import Tables
-from xgram_dist.serving.mapped_rows import MappedRows
+from xgram_dist.parallel.device import index_to_device, to_device
+from xgram_dist.serving.mapped_rows import RowReader
 
 BUFFER_BYTES = 64 << 20
-MANY = 4
-"""Tokens from which on their rows are read ahead, together."""
 
 
 class RecentVectors:
-    def __init__(
-        self, tables: Tables, mapped: list[MappedRows], num_tokens: int, normalised: bool, device: torch.device
-    ):
+    def __init__(self, reader: RowReader, num_tokens: int, normalised: bool):
         """`normalised`: whether convolutions read normalised vectors."""
-        self._tables, self._mapped, self._normalised = tables, mapped, normalised
+        self._reader, self._normalised = reader, normalised
+        tables, device = reader.tables, reader.copies.device
         capacity = max(2, min(num_tokens + 1, BUFFER_BYTES // (4 * tables.width)))
         widths = torch.tensor([table["width"] for table in tables.tables])
         members = torch.eye(len(widths)).repeat_interleave(widths, 0)
-        self._means_WJ = (members / widths).to(device)
+        self._means_WJ = to_device(members / widths, device)
         self._vectors = torch.zeros(capacity, tables.width, device=device)
         self._scales = torch.zeros(capacity, len(widths), device=device)
         # Rows by token; the last is that of token -1, none, whose vector is the zero in row 0.
@@ -54,19 +51,16 @@ class RecentVectors:
             self._row_of[new] = np.arange(self._used, end)
             self._used = end
             rows_TK = self._row_of[tokens_TK]
-        return torch.from_numpy(rows_TK), self._vectors, self._scales
+        return index_to_device(rows_TK, self._vectors.device), self._vectors, self._scales
 
     def _for_this_batch(self, tokens_TK: NDArray[Any], tokens_U: NDArray[Any]) -> tuple[Tensor, Tensor, Tensor]:
         vectors = self._vectors.new_zeros(1 + len(tokens_U), self._vectors.shape[1])
         scales = self._scales.new_zeros(1 + len(tokens_U), self._scales.shape[1])
         self._read(torch.from_numpy(tokens_U), vectors[1:], scales[1:])
         rows_TK = np.where(tokens_TK < 0, 0, np.searchsorted(tokens_U, tokens_TK) + 1)
-        return torch.from_numpy(rows_TK), vectors, scales
+        return index_to_device(rows_TK, vectors.device), vectors, scales
 
     def _read(self, tokens_U: Tensor, vectors_UW: Tensor, scales_UJ: Tensor) -> None:
-        if len(tokens_U) >= MANY:
-            for mapped, rows in zip(self._mapped, self._tables.rows_of(tokens_U), strict=True):
-                mapped.read_ahead(rows)
-        self._tables.read_into(tokens_U, vectors_UW)
+        self._reader.read(tokens_U, vectors_UW)
         if self._normalised:
             torch.rsqrt(vectors_UW.square() @ self._means_WJ + CONV_EPS, out=scales_UJ)

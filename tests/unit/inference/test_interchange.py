@@ -88,6 +88,15 @@ def test_other_layouts_are_refused(ple: Path, tmp_path: Path, capsys: pytest.Cap
         Gemma3nTables(tmp_path)
     with pytest.raises(UserError, match="only hc_mult = 1"):
         read_engram({**ENGRAM, "hc_mult": 4}, 3, {})
+    with pytest.raises(UserError, match="layer 2 has no Engram"):
+        read_engram(ENGRAM, 2, {})
+    with pytest.raises(UserError, match=r"no tensor 'embed\.weight'"):
+        read_engram(ENGRAM, 3, {})
+    with pytest.raises(UserError, match="engram_n_heads = None; it must be a whole number"):
+        read_engram({key: value for key, value in ENGRAM.items() if key != "engram_n_heads"}, 3, {})
+    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
+    with pytest.raises(UserError, match="hidden_size_per_layer_input = None"):
+        Gemma3nTables(tmp_path)
 
 
 ENGRAM = {

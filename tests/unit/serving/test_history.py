@@ -1,10 +1,8 @@
 """Tokens before a position are those of its sequence, wherever its slots are."""
 
 import random
-from types import SimpleNamespace
 
 import numpy as np
-import torch
 
 from xgram_dist.serving.history import Slots, TokenHistory
 
@@ -25,14 +23,12 @@ def test_positions_find_the_tokens_before_them_through_the_block_table() -> None
         new = [(n, position) for n in batch for position in range(done[n], ends[n])]
         counts = [ends[n] - done[n] for n in batch]
         padding = 2
-        metadata = SimpleNamespace(
-            query_start_loc=torch.tensor([0, *np.cumsum(counts)], dtype=torch.int32),
-            block_table=torch.tensor([table[n] for n in batch], dtype=torch.int32),
-            slot_mapping=torch.tensor([table[n][p // BLOCK] * BLOCK + p % BLOCK for n, p in new]),
-        )
+        starts = np.array([0, *np.cumsum(counts)], dtype=np.int32)
+        of_batch = np.array([table[n] for n in batch], dtype=np.int32)
+        slots = np.array([table[n][p // BLOCK] * BLOCK + p % BLOCK for n, p in new])
         positions = np.array([p for _, p in new] + [0] * padding)
         tokens = np.array([sequences[n][p] for n, p in new] + [0] * padding)
-        found = history.extend(tokens, Slots.find(positions, metadata, REACH, BLOCK), REACH, 20 * BLOCK)
+        found = history.extend(tokens, Slots.find(positions, starts, of_batch, slots, REACH, BLOCK), REACH, 20 * BLOCK)
         for (n, p), row in zip(new, found, strict=False):
             expected = [sequences[n][p - back] if p >= back else -1 for back in range(REACH + 1)]
             assert row.tolist() == expected

@@ -6,7 +6,9 @@ import torch.nn.functional as F
 
 from xgram_dist.inference.hf.decoder_layers import CONV_EPS
 from xgram_dist.inference.hf.decoder_tables import Tables
-from xgram_dist.serving import recent_vectors
+from xgram_dist.parallel.device import CopyStream
+from xgram_dist.serving import mapped_rows, recent_vectors
+from xgram_dist.serving.mapped_rows import RowReader
 from xgram_dist.serving.recent_vectors import RecentVectors
 
 VOCABULARY, WIDTHS = 50, (4, 8)
@@ -16,7 +18,7 @@ class InMemory:
     """In place of a mapped file."""
 
     def read_ahead(self, rows: torch.Tensor) -> None:
-        assert len(rows) >= recent_vectors.MANY
+        assert len(rows) >= mapped_rows.MANY
 
 
 @pytest.fixture
@@ -35,7 +37,9 @@ def test_each_position_finds_the_vectors_of_its_tokens(
 ) -> None:
     """`room`: vectors that fit; a batch below has up to 12 tokens."""
     monkeypatch.setattr(recent_vectors, "BUFFER_BYTES", room * 4 * sum(WIDTHS))
-    recent = RecentVectors(tables, [InMemory() for _ in WIDTHS], VOCABULARY, True, torch.device("cpu"))
+    monkeypatch.setattr(mapped_rows, "PIECE_BYTES", 5 * 4 * sum(WIDTHS))
+    reader = RowReader(tables, [InMemory() for _ in WIDTHS], CopyStream(torch.device("cpu")))
+    recent = RecentVectors(reader, VOCABULARY, True)
     random = torch.Generator().manual_seed(0)
     whole = F.pad(tables(torch.arange(VOCABULARY)), (0, 0, 0, 1))  # the last is of token -1
     reads = 0

@@ -30,5 +30,6 @@ class XgramConfig(PretrainedConfig):  # type: ignore[misc]
         self.num_hidden_layers = self.spec.get("layers", 0)
         self.num_attention_heads = self.spec.get("heads", 0)
         self.num_key_value_heads = self.spec.get("kv_heads", 0)
+        self.head_dim = self.spec.get("head_width") or self.hidden_size // max(1, self.num_attention_heads)
         self.max_position_embeddings = self.spec.get("context", 0)
         super().__init__(**{"tie_word_embeddings": False, **kwargs})
