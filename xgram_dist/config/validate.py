@@ -2,6 +2,8 @@
 and the way out. What a method asks of its own keys is checked by `model.methods.base.check_method`.
 """
 
+import math
+
 from xgram_dist.config.schema import Config
 from xgram_dist.errors import UserError
 
@@ -127,13 +129,17 @@ def _check_stored_types(config: Config) -> None:
 def check_degrees(config: Config, ranks: int) -> None:
     """The parallel degrees must divide the ranks, and what is sharded over them."""
     parallel, model = config.parallel, config.model
-    tensor, replicate = parallel.tensor, parallel.replicate
-    if ranks % (tensor * replicate):
+    tensor, data_degrees = parallel.tensor, math.lcm(parallel.replicate, parallel.context)
+    if ranks % (tensor * parallel.pipeline * data_degrees):
+        degrees = [("tensor", tensor)]
+        degrees += [(key, n) for key in ("pipeline", "context") if (n := getattr(parallel, key)) > 1]
+        degrees += [("replicate", parallel.replicate)]
+        product = " x ".join(f"parallel.{key} = {degree}" for key, degree in degrees)
         raise UserError(
-            f"{ranks} rank(s) are not a multiple of parallel.tensor = {tensor} x parallel.replicate = {replicate}; "
-            f"change the number of ranks or one of the two"
+            f"{ranks} rank(s) are not a multiple of {product}; change the number of ranks or one of the "
+            f"{'two' if len(degrees) == 2 else 'degrees'}"
         )
-    shard, data = config.memory.shard, ranks // tensor
+    shard, data = config.memory.shard, ranks // (tensor * parallel.pipeline)
     if isinstance(shard, int) and data % shard:
         raise UserError(
             f"memory.shard = {shard} does not divide the {data} rank(s) of the data axis; choose a number that "
