@@ -14,18 +14,26 @@ def check(config: Config) -> None:
     _check_parallel(config)
     _check_placement(config)
     _check_stored_types(config)
-    accumulation(config, ranks=1)
+    accumulation(config, ranks=config.parallel.context)
 
 
 def accumulation(config: Config, ranks: int) -> int:
-    """Micro-batches of a rank in one optimizer step."""
-    train = config.train
-    whole, rest = divmod(train.global_batch, train.micro_batch * ranks)
+    """Micro-batches of a rank in one optimizer step. `ranks`: of the data axis; those that share a sequence
+    (`parallel.context`) have the same micro-batches."""
+    train, context = config.train, config.parallel.context
+    batch, uneven = divmod(ranks, context)
+    if uneven or not batch:
+        raise UserError(
+            f"parallel.context = {context} does not divide the {ranks} rank(s) of the data axis; change the number of "
+            f"ranks or the degree"
+        )
+    whole, rest = divmod(train.global_batch, train.micro_batch * batch)
     if rest or not whole:
+        shared = f" (of {ranks}, parallel.context = {context} share a sequence)" if context > 1 else ""
         raise UserError(
             f"train.global_batch = {train.global_batch} is not a whole multiple of train.micro_batch = "
-            f"{train.micro_batch} x {ranks} rank{'s' if ranks > 1 else ''}, so accumulation would not be whole; "
-            f"change one of the two"
+            f"{train.micro_batch} x {batch} rank{'s' if batch > 1 else ''}{shared}, so accumulation would not be "
+            f"whole; change one of the two"
         )
     return whole
 
@@ -80,6 +88,28 @@ def _check_parallel(config: Config) -> None:
         )
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
+    if parallel.context > 1:
+        _check_context(config)
+
+
+def _check_context(config: Config) -> None:
+    """Every sequence length of the run must cut into two chunks a rank, and these over the tensor axis."""
+    parallel, divisor = config.parallel, 2 * config.parallel.context
+    parts = f"2 x parallel.context = {divisor}"
+    if parallel.sequence_parallel:
+        divisor = math.lcm(divisor, parallel.context * parallel.tensor)
+        parts = f"{parts} chunks and parallel.context x parallel.tensor = {parallel.context * parallel.tensor}"
+    lengths = {"model.sequence_length": config.model.sequence_length}
+    lengths |= {
+        f"data.stages[{n}].sequence_length": stage.sequence_length
+        for n, stage in enumerate(config.data.stages)
+        if stage.sequence_length is not None
+    }
+    for key, length in lengths.items():
+        if length % divisor:
+            raise UserError(
+                f"{key} = {length} is not divisible by {parts}; set a multiple of {divisor}, or a smaller degree"
+            )
 
 
 def _check_placement(config: Config) -> None:

@@ -1,0 +1,203 @@
+"""Sequences that are cut over ranks: losses, norms and weights of every method follow the run of one process."""
+
+import copy
+
+import numpy as np
+import pytest
+import torch
+from ranks_helper import run_ranks
+
+STEPS, SEQUENCES, LENGTH, END = 20, 4, 32, 3
+MODEL = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "sequence_length": LENGTH, "init_std": 0.1, "z_loss": 0.01}
+MASKED = {"document_masking": True, "label_masking": True}
+SITES = {
+    "h": {"views": 1, "kernels": [3]},
+    "qk": {"views": 1, "kernels": [2]},
+    "v": {"views": 2, "kernels": [3, 5]},
+    "o": {"views": 1, "kernels": [4], "layers": [1]},
+}
+TRAIN = {"activation_checkpointing": True, "accumulation": "tokens"}
+METHODS = ("vanilla", "ple", "retoken", "mort", "stem", "engram", "mole", "scone")
+CASES = {
+    "xgram": {},
+    "xgram, documents": {"model": MASKED, "train": TRAIN},
+    "all sites": {"memory": {"sites": SITES}},
+    "all sites, documents": {"memory": {"sites": SITES}, "model": MASKED},
+    "engram, documents": {"method": "engram", "model": MASKED},
+    **{method: {"method": method} for method in METHODS},
+}
+"""By name: what differs from a small model of X-gram."""
+AXES = {
+    2: [{"context": 2}],
+    4: [{"context": 4}, {"context": 2, "tensor": 2}, {"context": 2}],
+    8: [{"context": 2, "tensor": 2}],
+}
+"""By number of ranks; the rest of them have other sequences."""
+SEQUENCE = {"context": 2, "tensor": 2, "sequence_parallel": True}
+ENGINES = {
+    "hsdp": {"engine": "hsdp", "context": 2},
+    "stage 1": {"engine": "deepspeed", "zero_stage": 1, "context": 2},
+    "stage 3": {"engine": "deepspeed", "zero_stage": 3, "context": 2},
+}
+
+
+def settings_of(case, parallel):
+    import method_models as methods
+    import tiny_models as tiny
+
+    sections = copy.deepcopy(CASES[case])
+    method = sections.pop("method", "xgram")
+    changed = {
+        "model": MODEL | sections.get("model", {}),
+        # A larger eps keeps AdamW from blowing up rounding where a gradient is all but zero.
+        "optimizer": {"clip_norm": 0.3, "eps": 1e-4},
+        "parallel": {"engine": "replicated", **parallel},
+        "train": {"micro_batch": 1, "global_batch": SEQUENCES, "steps": 100} | sections.get("train", {}),
+    }
+    memory = sections.get("memory", {})
+    if method in methods.MEMORY:
+        if method in methods.WITH_TABLES:
+            memory = {"optimizer": "catch_up", **memory}
+        return methods.config(method, memory=memory, **changed)
+    memory = {"method": method, **({} if method == "vanilla" else {"optimizer": "catch_up"}), **memory}
+    return tiny.config(memory=memory, **changed)
+
+
+def batch_of(step):
+    tokens = torch.randint(0, 9, (SEQUENCES, 1, LENGTH), generator=torch.Generator().manual_seed(step))
+    tokens[0, 0, 3:30] = 5  # sequences with different numbers of labels, and a document over all chunks
+    return tokens
+
+
+def run(ranks, case, parallel, dtype=torch.float64, steps=STEPS):
+    """(losses, norms, {parameter or rows: (values, global shape, offsets)}) on this rank."""
+    import method_models as methods
+    import tiny_models as tiny
+
+    from xgram_dist.engine import build_engine
+    from xgram_dist.model.build import build_lookup
+    from xgram_dist.parallel.mesh import build_mesh
+    from xgram_dist.tables.exchange import ShardedTables
+    from xgram_dist.train.step import JointOptimizer, train_step
+
+    torch.set_num_threads(1)
+    config = settings_of(case, parallel)
+    mesh = build_mesh(config, ranks)
+    model = tiny.model(config, dtype, END, mesh.tensor, mesh.context)
+    engine = build_engine(config, model, mesh, tiny.CPU)
+    keys = methods.grams(config) if config.memory.method == "scone" else None
+    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, mesh, keys, END)
+    if isinstance(lookup, ShardedTables):
+        tiny.convert(lookup.shards, dtype)
+    optimizer = JointOptimizer(config, engine, lookup, mesh)
+    losses, norms = [], []
+    for step in range(1, steps + 1):
+        mine = batch_of(step).chunk(mesh.batch.size)[mesh.batch.rank]
+        result = train_step(config, lookup, optimizer, mine, lookup.plan(mine).result(), step)
+        losses.append(float(result.loss))
+        norms.append(float(result.gradient_norm))
+    weights = state_of(engine, lookup, mesh)
+    lookup.close()
+    engine.close()
+    return losses, norms, weights
+
+
+@torch.no_grad()
+def state_of(engine, lookup, mesh):
+    """Parts of what is trained: name -> [(values, where in the whole)]."""
+    import tiny_models as tiny
+
+    from xgram_dist.tables.exchange import shards_of
+
+    found = {}
+    for shard in engine.parameter_shards():
+        if shard.kind == "weight":
+            for offsets, tensor in shard.chunks:
+                offset = list(offsets)
+                if shard.tensor_dim is not None:
+                    offset[shard.tensor_dim] += mesh.tensor.rank * shard.shape[shard.tensor_dim]
+                place = tuple(slice(o, o + n) for o, n in zip(offset, tensor.shape, strict=True))
+                found.setdefault(shard.name, []).append((place, tensor.double().numpy()))
+    for shard in shards_of(lookup) or ():
+        for name, values in tiny.table_tensors([shard]).items():
+            rows = shard.row_ids.numpy()
+            place = (rows,)
+            if values.dim() == 2:
+                width = values.shape[1]
+                place = (rows, slice(mesh.tensor.rank * width, (mesh.tensor.rank + 1) * width))
+            found[name] = [(place, values.double().numpy())]
+    return found
+
+
+def run_cases(ranks, cases):
+    return [run(ranks, *case) for case in cases]
+
+
+@pytest.fixture(scope="module")
+def alone():
+    """Runs of one process, each made once."""
+    from xgram_dist.parallel.process_group import ProcessGroup
+
+    made = {}
+
+    def get(case, dtype=torch.float64, steps=STEPS):
+        if (case, dtype) not in made:
+            made[case, dtype] = run(ProcessGroup(), case, {}, dtype, steps)
+        return made[case, dtype]
+
+    return get
+
+
+def assert_follows(results, expected, tolerance, where):
+    losses, norms, weights = expected
+    for of_rank in results:
+        np.testing.assert_allclose(of_rank[0], losses, rtol=tolerance, err_msg=where)
+        np.testing.assert_allclose(of_rank[1], norms, rtol=tolerance, err_msg=where)
+    for name, parts in weights.items():
+        whole = np.zeros([max(1, n) for n in _shape_of(parts)])
+        for place, values in parts:
+            whole[place] = values
+        covered = np.zeros(whole.shape, dtype=bool)
+        for of_rank in results:
+            for place, values in of_rank[2].get(name, []):
+                np.testing.assert_allclose(
+                    values, whole[place], rtol=tolerance, atol=tolerance, err_msg=f"{where}: {name}"
+                )
+                covered[place] = True
+        assert covered.all(), f"{where}: {name}"
+
+
+def _shape_of(parts):
+    shapes = []
+    for place, values in parts:
+        first, *rest = place if place else (slice(0, 1),)
+        rows = first.stop if isinstance(first, slice) else int(first.max()) + 1
+        shapes.append((rows, *(one.stop for one in rest)) if place else values.shape)
+    return np.max(shapes, axis=0).tolist() if shapes[0] else []
+
+
+def cases_of(size):
+    """(case, parallel) of a number of ranks."""
+    if size == 8:
+        return [("all sites, documents", axes) for axes in AXES[8]]
+    if size == 2:
+        return [(case, {"context": 2}) for case in CASES]
+    listed = [(case, axes) for axes in AXES[4] for case in ("xgram, documents", "all sites", "mort", "engram")]
+    return [*listed, ("all sites", SEQUENCE), ("all sites, documents", SEQUENCE)]
+
+
+@pytest.mark.parametrize("size", [2, 4, 8])
+def test_fp64_runs_equal_those_of_one_process(alone, size):
+    cases = cases_of(size)
+    results = run_ranks(run_cases, size, cases, timeout=600)
+    for number, (case, axes) in enumerate(cases):
+        assert_follows([of_rank[number] for of_rank in results], alone(case), 1e-10, f"{case}, {axes}, {size} ranks")
+        assert np.mean(alone(case)[0][-3:]) < alone(case)[0][0], case
+
+
+def test_engines_that_compute_in_fp32_stay_near(alone):
+    cases = [("all sites, documents", axes, torch.float32) for axes in ENGINES.values()]
+    results = run_ranks(run_cases, 4, cases, timeout=600)
+    for number, name in enumerate(ENGINES):
+        expected = alone("all sites, documents", torch.float32)
+        assert_follows([of_rank[number] for of_rank in results], expected, 1e-5, name)
