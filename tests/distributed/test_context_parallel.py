@@ -8,7 +8,15 @@ import torch
 from ranks_helper import run_ranks
 
 STEPS, SEQUENCES, LENGTH, END = 20, 4, 32, 3
-MODEL = {"layers": 2, "width": 16, "heads": 4, "kv_heads": 2, "sequence_length": LENGTH, "init_std": 0.1, "z_loss": 0.01}
+MODEL = {
+    "layers": 2,
+    "width": 16,
+    "heads": 4,
+    "kv_heads": 2,
+    "sequence_length": LENGTH,
+    "init_std": 0.1,
+    "z_loss": 0.01,
+}
 MASKED = {"document_masking": True, "label_masking": True}
 SITES = {
     "h": {"views": 1, "kernels": [3]},
@@ -86,7 +94,8 @@ def run(ranks, case, parallel, dtype=torch.float64, steps=STEPS):
     model = tiny.model(config, dtype, END, mesh.tensor, mesh.context)
     engine = build_engine(config, model, mesh, tiny.CPU)
     keys = methods.grams(config) if config.memory.method == "scone" else None
-    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, mesh, keys, END)
+    routing = tiny.routing(config) if config.memory.method == "xgram" else None
+    lookup = build_lookup(config, routing, tiny.CPU, mesh, keys, END)
     if isinstance(lookup, ShardedTables):
         tiny.convert(lookup.shards, dtype)
     optimizer = JointOptimizer(config, engine, lookup, mesh)

@@ -178,7 +178,8 @@ def _axes(args: argparse.Namespace, config: "Config") -> "Axes":
     from xgram_dist.estimate.comm import Axes
     from xgram_dist.estimate.exchange import default_ranks
 
-    ranks = default_ranks(config) * config.parallel.tensor if args.ranks is None else args.ranks
+    sharers = config.parallel.tensor * config.parallel.context
+    ranks = default_ranks(config) * sharers if args.ranks is None else args.ranks
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {one_line(str(ranks), 40)} is not from 1 to {MAX_RANKS}")
     axes = Axes.of(config, ranks)
@@ -216,6 +217,8 @@ def _layout_name(config: "Config", axes: "Axes") -> str:
     ranks = f"{axes.world} rank{'s' if axes.world > 1 else ''}"
     if axes.tensor > 1:
         ranks += f" = {axes.data} data x {axes.tensor} tensor"
+    if axes.context > 1:
+        ranks += f", data = {axes.data // axes.context} batch x {axes.context} context"
     if axes.replicate > 1:
         ranks += f", data = {axes.replicate} replicate x {axes.shard} shard"
     if axes.replicas > 1:

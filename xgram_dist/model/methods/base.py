@@ -288,6 +288,15 @@ class MemoryMethod:
         """fp32 numbers that a block's sites keep of a token for the backward pass, on one of `tensor` ranks."""
         return float(sum(site.views * site.width for site in self.sites().values() if layer in site.layers))
 
+    def exchanged_positions(self, layer: int) -> int:
+        """Positions before a chunk of a sequence whose hidden states a block gets from another rank of the context
+        axis."""
+        return 0
+
+    def summed_numbers(self, layer: int) -> int:
+        """Numbers of a micro-batch that a block sums over the context axis."""
+        return 0
+
     # Inference
 
     def decoder_spec(self, warmup: float) -> dict[str, Any]:

@@ -218,6 +218,9 @@ class Engram(MemoryMethod):
         kept = 2 * self.width + (self.memory.engram.taps + 8) * self.model.width
         return kept if layer in self.layers else 0
 
+    def exchanged_positions(self, layer: int) -> int:
+        return self.reach if layer in self.layers else 0
+
     # Inference
 
     def decoder_spec(self, warmup: float) -> dict[str, Any]:

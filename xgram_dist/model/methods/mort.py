@@ -65,6 +65,10 @@ class MoRT(MemoryMethod):
         site = self.sites()["block"]
         return (site.views + 3) * site.width if layer in site.layers else 0
 
+    def summed_numbers(self, layer: int) -> int:
+        site = self.sites()["block"]
+        return site.views if layer in site.layers else 0
+
     def decoder_spec(self, warmup: float) -> dict[str, Any]:
         site, top = self.sites()["block"], self.memory.mort.top
         return {
