@@ -12,7 +12,7 @@ On the CPU, where flex_attention has no compiled backward pass, documents are at
 lengths are known to the host. A compiled block has a graph break there.
 
 Where sequences are cut over a context axis, queries are those of a rank's two chunks and keys those of whole sequences:
-the mask then knows the positions of the queries, with or without documents (`build_chunk_mask`, `Spans`).
+the mask then knows the positions of the queries, with or without documents (`build_block_mask`, `Spans`).
 
 Shapes: B batch, T sequence, H heads, G key/value heads, K head width, N blocks of the sequence.
 """
@@ -86,53 +86,37 @@ def build_document_mask(documents_BT: Tensor, context: ContextAxis = WHOLE_SEQUE
     """`documents_BT`: of whole sequences. `context`: the ranks that share them: queries are those that this rank
     computes, keys are of whole sequences."""
     if has_flex_attention(documents_BT.device):
-        return build_block_mask(documents_BT) if context.size == 1 else build_chunk_mask(documents_BT, context)
+        return build_block_mask(documents_BT, context)
     return Documents(documents_BT) if context.size == 1 else Spans(documents_BT, context)
 
 
-def build_block_mask(documents_BT: Tensor) -> BlockMask:
-    """Document numbers do not fall, so the ends of a block say all: a block sees an earlier one if a document reaches
-    from one into the other, and sees all of it if both lie in one document."""
-    length = documents_BT.shape[1]
-    block_starts = torch.arange(0, length, BLOCK, device=documents_BT.device)
-    first_BN = documents_BT[:, block_starts]
-    last_BN = documents_BT[:, (block_starts + BLOCK - 1).clamp_max(length - 1)]
-    earlier_NN = block_starts[:, None] > block_starts
-    is_whole_N = block_starts + BLOCK <= length  # the last block may be shorter, and then needs its mask
-    is_full = earlier_NN & is_whole_N[:, None] & (first_BN[:, None, :] == last_BN[:, :, None])
-    reaches = earlier_NN & (last_BN[:, None, :] == first_BN[:, :, None])
-    is_partial = (reaches & ~is_full) | (block_starts[:, None] == block_starts)
-
-    def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents_BT[batch, query] == documents_BT[batch, key])
-
-    return BlockMask.from_kv_blocks(
-        *_ordered_blocks(is_partial), *_ordered_blocks(is_full), BLOCK, is_visible, seq_lengths=(length, length)
-    )
-
-
-def build_chunk_mask(documents_BT: Tensor, context: ContextAxis) -> BlockMask:
-    """The same for queries of a rank's two chunks. A block of queries may lie across the border between them: what its
-    first and last position say of it then holds, too, since positions rise."""
+def build_block_mask(documents_BT: Tensor, context: ContextAxis = WHOLE_SEQUENCES) -> BlockMask:
+    """Document numbers do not fall, so the ends of a block say all: queries see earlier keys if a document reaches from
+    one block into the other, and all of them if both blocks lie in one document. A block of queries may lie across the
+    border of two chunks: its first and last position bound it all the same."""
     device, length = documents_BT.device, documents_BT.shape[1]
+    whole = context.size == 1
     position_S = torch.cat([torch.arange(part.start, part.stop, device=device) for part in context.computed(length)])
-    document_BS, num_queries = context.select(documents_BT), len(position_S)
-    first_N, last_N = _block_ends(num_queries, device)
+    document_BS = context.select(documents_BT)
+    first_N, last_N = _block_ends(len(position_S), device)
     begin_M, end_M = _block_ends(length, device)
-    first_BN, last_BN = document_BS[:, first_N], document_BS[:, last_N]
-    begin_BM, end_BM = documents_BT[:, begin_M], documents_BT[:, end_M]
-    earlier_NM = position_S[first_N][:, None] >= end_M
     is_whole_NM = (last_N - first_N + 1 == BLOCK)[:, None] & (end_M - begin_M + 1 == BLOCK)
-    is_full = earlier_NM & is_whole_NM & (begin_BM[:, None, :] == last_BN[:, :, None])
+    earlier_NM = position_S[first_N][:, None] >= end_M
+    begin_document, end_document = documents_BT[:, None, begin_M], documents_BT[:, None, end_M]
+    is_full = earlier_NM & is_whole_NM & (begin_document == document_BS[:, last_N, None])
     reaches_NM = position_S[last_N][:, None] >= begin_M
-    reaches = reaches_NM & (end_BM[:, None, :] >= first_BN[:, :, None])
-    is_partial = reaches & ~is_full
+    is_partial = reaches_NM & (end_document >= document_BS[:, first_N, None]) & ~is_full
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (position_S[query] >= key) & (document_BS[batch, query] == documents_BT[batch, key])
+        position = query if whole else position_S[query]
+        return (position >= key) & (document_BS[batch, query] == documents_BT[batch, key])
 
     return BlockMask.from_kv_blocks(
-        *_ordered_blocks(is_partial), *_ordered_blocks(is_full), BLOCK, is_visible, seq_lengths=(num_queries, length)
+        *_ordered_blocks(is_partial),
+        *_ordered_blocks(is_full),
+        BLOCK,
+        is_visible,
+        seq_lengths=(len(position_S), length),
     )
 
 
