@@ -182,7 +182,7 @@ def _flex_attention() -> Any:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=enable_gqa)
 
     patched = contextlib.ExitStack()
-    patched.enter_context(mock.patch.object(document_attention, "_compiled_flex_attention", lambda: attend))
+    patched.enter_context(mock.patch.object(document_attention, "_compiled_flex_attention", return_value=attend))
     patched.enter_context(mock.patch.object(document_attention, "BLOCK", BLOCK))
     return patched
 

@@ -1,6 +1,7 @@
 """Sequences that are cut over ranks: losses, norms and weights of every method follow the run of one process."""
 
 import copy
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -202,6 +203,41 @@ def test_fp64_runs_equal_those_of_one_process(alone, size):
     for number, (case, axes) in enumerate(cases):
         assert_follows([of_rank[number] for of_rank in results], alone(case), 1e-10, f"{case}, {axes}, {size} ranks")
         assert np.mean(alone(case)[0][-3:]) < alone(case)[0][0], case
+
+
+def extended(ranks, config, folder, start):
+    from xgram_dist.train.checkpointing import StartCheckpoint
+    from xgram_dist.train.trainer import Trainer
+
+    torch.set_num_threads(1)
+    begin = None
+    if start is not None:
+        begin = StartCheckpoint.find(Path(start), Path(folder), weights_only=True, fresh=False)
+    assert Trainer(config, Path(folder), False, ranks, start_from=begin).run() == 0
+
+
+def test_a_run_of_short_sequences_goes_on_with_four_times_the_context(data, tmp_path):
+    """As recipes/extend: another theta, a stage of the data between, sequences shared by ranks."""
+    from train_helpers import read_metrics, small_config
+
+    from xgram_dist.parallel.process_group import ProcessGroup
+
+    def config(context, **sections):
+        train = {"steps": 4, "global_batch": 4, "micro_batch": 1, "validation_sequences": 4}
+        parallel = {"engine": "replicated", "context": context}
+        return small_config(data, train=train, parallel=parallel, **sections)
+
+    long = {"model": {"sequence_length": 128, "rope_theta": 2e6}}
+    long["data"] = {"stages": [{"from_tokens": 0, "sequence_length": 64}, {"from_tokens": 1024}]}
+    extended(ProcessGroup(), config(1), str(tmp_path / "short"), None)
+    extended(ProcessGroup(), config(1, **long), str(tmp_path / "one"), str(tmp_path / "short"))
+    run_ranks(extended, 2, config(2, **long), str(tmp_path / "two"), str(tmp_path / "short"))
+    one, two = (read_metrics(tmp_path / name, "train") for name in ("one", "two"))
+    for key in ("loss", "gradient_norm"):
+        np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], rtol=1e-5)
+    validated = [read_metrics(tmp_path / name, "end")[0]["validation_loss"] for name in ("one", "two")]
+    np.testing.assert_allclose(*validated, rtol=1e-5)
+    assert one[0]["loss"] < read_metrics(tmp_path / "short", "train")[0]["loss"]  # it does not begin anew
 
 
 def test_engines_that_compute_in_fp32_stay_near(alone):

@@ -185,7 +185,7 @@ class Grams:
     def select(self, select: Callable[[Integers], Integers]) -> "Grams":
         """The n-grams that end at some of the positions."""
         chosen = select(self.index)
-        if chosen.shape == self.index.shape:
+        if chosen is self.index:
             return self
         numbers, index = np.unique(chosen, return_inverse=True)
         return Grams(index.reshape(chosen.shape).astype(np.int32), [ids[numbers] for ids in self.ids])
