@@ -410,8 +410,8 @@ class ParallelConfig(Section):
     tensor: Count = 1
     """Degree of tensor parallelism (as in Megatron); the data axis has ranks / (tensor x pipeline) ranks."""
     context: Count = 1
-    """Degree of context parallelism: ranks of the data axis that share each sequence. A rank computes two of 2 x context
-    chunks, which must divide the sequence length ([training.md](training.md#long-sequences))."""
+    """Degree of context parallelism: ranks of the data axis that share each sequence. A rank computes two of
+    2 x context chunks, which must divide the sequence length ([training.md](training.md#long-sequences))."""
     pipeline: Count = 1
     """Degree of pipeline parallelism: stages into which the layers are cut."""
     sequence_parallel: bool = False

@@ -1,5 +1,7 @@
 """How sequences are cut over a context axis: every position is computed once, and each rank has the same work."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -49,7 +51,7 @@ def test_what_is_read_is_what_is_computed_and_the_positions_before(cut, parts):
                 assert read[0, max(0, place - len(wanted) + 1) : place + 1].tolist() == list(wanted)
         # Parts of what is computed, as the ranks of a tensor axis have them.
         ends = np.linspace(0, computed.shape[1], parts + 1).astype(int).tolist()
-        for start, stop in zip(ends, ends[1:], strict=False):
+        for start, stop in pairwise(ends):
             if start < stop:
                 kept = axis.kept(slice(start, stop), read.shape[1])
                 assert torch.equal(select_slices(read, kept), computed[:, start:stop])
