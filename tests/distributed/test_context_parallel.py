@@ -36,13 +36,8 @@ CASES = {
     **{method: {"method": method} for method in METHODS},
 }
 """By name: what differs from a small model of X-gram."""
-AXES = {
-    2: [{"context": 2}],
-    4: [{"context": 4}, {"context": 2, "tensor": 2}, {"context": 2}],
-    8: [{"context": 2, "tensor": 2}],
-}
-"""By number of ranks; the rest of them have other sequences."""
-SEQUENCE = {"context": 2, "tensor": 2, "sequence_parallel": True}
+TENSOR = {"context": 2, "tensor": 2}
+"""Of eight ranks, the others have other sequences."""
 ENGINES = {
     "hsdp": {"engine": "hsdp", "context": 2},
     "stage 1": {"engine": "deepspeed", "zero_stage": 1, "context": 2},
@@ -189,11 +184,16 @@ def _shape_of(parts):
 def cases_of(size):
     """(case, parallel) of a number of ranks."""
     if size == 8:
-        return [("all sites, documents", axes) for axes in AXES[8]]
+        return [("all sites, documents", TENSOR)]
     if size == 2:
         return [(case, {"context": 2}) for case in CASES]
-    listed = [(case, axes) for axes in AXES[4] for case in ("xgram, documents", "all sites", "mort", "engram")]
-    return [*listed, ("all sites", SEQUENCE), ("all sites, documents", SEQUENCE)]
+    with_tensor = ("all sites", "xgram, documents", "mort", "engram", "stem", "mole", "scone")
+    return [
+        *((case, TENSOR) for case in with_tensor),
+        *((case, {"context": 4}) for case in ("all sites, documents", "engram")),
+        *((case, {"context": 2}) for case in ("xgram, documents", "mort")),
+        ("all sites, documents", {**TENSOR, "sequence_parallel": True}),
+    ]
 
 
 @pytest.mark.parametrize("size", [2, 4, 8])
@@ -203,6 +203,60 @@ def test_fp64_runs_equal_those_of_one_process(alone, size):
     for number, (case, axes) in enumerate(cases):
         assert_follows([of_rank[number] for of_rank in results], alone(case), 1e-10, f"{case}, {axes}, {size} ranks")
         assert np.mean(alone(case)[0][-3:]) < alone(case)[0][0], case
+
+
+def compiled_hidden(ranks):
+    """Hidden states of compiled blocks with the mask of a GPU, and of plain ones with that of the CPU; graphs made."""
+    from unittest import mock
+
+    import tiny_models as tiny
+
+    from xgram_dist.model import transformer
+    from xgram_dist.model.document_attention import build_block_mask
+    from xgram_dist.parallel.mesh import build_mesh
+
+    model = MODEL | {"document_masking": True, "width": 64, "sequence_length": 520}
+    config = tiny.config(model=model, memory={"sites": SITES}, parallel={"engine": "replicated", "context": ranks.size})
+    mesh = build_mesh(config, ranks)
+    plain, compiled = (tiny.model(config, end_of_text=END, context=mesh.context) for _ in range(2))
+    lookup = tiny_lookup(config, mesh)
+    graphs = []
+
+    def count(graph, _inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for block in compiled.blocks:
+        block.compile(backend=count, fullgraph=True)
+    found = []
+    for seed in range(2):
+        tokens = tiny.tokens(config, 2, 520, seed=seed)
+        working = tiny.fetch(lookup, tokens, training=False)
+        inputs = tokens, working.slots, working.values, torch.tensor(1.0)
+        with torch.no_grad():
+            expected = plain(*inputs)
+            with mock.patch.object(transformer, "build_document_mask", build_block_mask):
+                found.append((compiled(*inputs).numpy(), expected.numpy()))
+    torch._dynamo.reset()
+    lookup.close()
+    return found, len(graphs)
+
+
+def tiny_lookup(config, mesh):
+    import tiny_models as tiny
+
+    from xgram_dist.model.build import build_lookup
+
+    return build_lookup(config, tiny.routing(config), tiny.CPU, mesh)
+
+
+def test_compiled_blocks_have_no_graph_break():
+    """As on a GPU, where the mask of flex_attention is an argument of the compiled block."""
+    for found, graphs in run_ranks(compiled_hidden, 2):
+        for compiled, plain in found:
+            np.testing.assert_allclose(compiled, plain, rtol=1e-4, atol=1e-5)
+        assert graphs == 2  # layers differ in their sites; micro-batches share them
 
 
 def extended(ranks, config, folder, start):

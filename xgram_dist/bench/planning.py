@@ -37,8 +37,8 @@ from xgram_dist.estimate.step_time import Machine, StepTime
 from xgram_dist.estimate.traffic import build_traffic, zipf
 from xgram_dist.model.methods.base import load_recipe, method_of, table_layout
 from xgram_dist.model.methods.engram import Engram
-from xgram_dist.parallel.device import MAX_PLANNING_THREADS
 from xgram_dist.parallel.context_parallel import ContextAxis
+from xgram_dist.parallel.device import MAX_PLANNING_THREADS
 from xgram_dist.parallel.process_group import CompletedWork, ProcessGroup
 from xgram_dist.tables.exchange_plan import ID_BYTES, ExchangePlanner, Window, WindowRule
 from xgram_dist.tables.frequencies import load_frequencies
