@@ -209,9 +209,8 @@ def measure(world, cases):
 def measure_case(world, overrides):
     """Bytes held while micro-batches add up, those of the working set, and bytes moved in a later step."""
     from xgram_dist.engine import build_engine
-    from xgram_dist.model.build import build_model
+    from xgram_dist.model.build import build_lookup, build_model
     from xgram_dist.parallel.mesh import build_mesh
-    from xgram_dist.tables.exchange import ShardedTables
     from xgram_dist.tables.optimizers.build import choose_optimizer
     from xgram_dist.train.profiling import exchange_figures
     from xgram_dist.train.step import JointOptimizer
@@ -227,7 +226,7 @@ def measure_case(world, overrides):
     kind = choose_optimizer(config, touched_share=1.0)
     with small_messages():
         routing = routing_of(config, frequencies)
-        lookup = ShardedTables(config, table_layout(config), routing, CPU, mesh, optimizer=kind)
+        lookup = build_lookup(config, routing, CPU, mesh, optimizer=kind)
     optimizer = JointOptimizer(config, engine, lookup, mesh)
     found = {}
     steps = 2 if LEARNS & set(overrides) else 1
