@@ -259,6 +259,74 @@ def test_compiled_blocks_have_no_graph_break():
         assert graphs == 2  # layers differ in their sites; micro-batches share them
 
 
+KEPT = {
+    "fp32": {"train": {"precision": "fp32", "micro_batch": 2, "global_batch": 2}},
+    "fp32, recomputed": {
+        "train": {"precision": "fp32", "micro_batch": 2, "global_batch": 2, "activation_checkpointing": True}
+    },
+    "bf16": {"train": {"precision": "bf16", "micro_batch": 2, "global_batch": 2}},
+}
+
+
+def kept_config(case, context):
+    import tiny_models as tiny
+
+    model = {"layers": 2, "width": 64, "ffn_width": 112, "sequence_length": 256, "loss_chunk": 64}
+    parallel = {"engine": "replicated", "context": context}
+    return tiny.config(model=model, memory={"sites": SITES}, parallel=parallel, **KEPT[case])
+
+
+def kept_bytes(ranks):
+    """What autograd keeps between forward and backward, without parameters and the working set."""
+    import tiny_models as tiny
+
+    from xgram_dist.parallel.device import DTYPES
+    from xgram_dist.parallel.mesh import build_mesh
+
+    found = {}
+    for case in KEPT:
+        config = kept_config(case, ranks.size)
+        mesh = build_mesh(config, ranks)
+        model, lookup = tiny.model(config, context=mesh.context), tiny_lookup(config, mesh)
+        model.compute_dtype = DTYPES[config.train.precision]
+        tokens = tiny.tokens(config, 1, 2, config.model.sequence_length)
+        working = tiny.fetch(lookup, tokens)
+        known = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *working.values.values())}
+        kept = {}
+
+        def pack(tensor, known=known, kept=kept):
+            storage = tensor.untyped_storage()
+            is_mask = tensor.dtype == torch.bool
+            is_cast_weight = tensor.dim() == 2 and tensor.dtype == torch.bfloat16 and tensor.shape[0] != 256
+            if storage.data_ptr() not in known and not is_mask and not is_cast_weight:
+                kept[storage.data_ptr()] = storage
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.loss(tokens[0], working.slots[0], working.values, torch.tensor(1.0, dtype=torch.float64))
+        lookup.close()
+        head = config.model.vocabulary * config.model.width * 4  # its gradient is formed in forward
+        found[case] = sum(storage.nbytes() for storage in kept.values()) - head
+    return found
+
+
+def test_activations_are_within_a_tenth_of_what_is_planned():
+    from xgram_dist.estimate.comm import Axes
+    from xgram_dist.estimate.memory import block_activation_bytes, plan_activations
+
+    for found in run_ranks(kept_bytes, 2):
+        for case, real in found.items():
+            config = kept_config(case, 2)
+            planned = {one.key: one.bytes for one in plan_activations(config, Axes.of(config, 2))}
+            expected = planned["activations"] + planned["keys_and_values"]
+            if config.train.activation_checkpointing:  # one block of them is there in backward only
+                tokens = 256  # two halves of sequences
+                expected -= max(block_activation_bytes(config, layer, 1) for layer in range(2)) * tokens
+                expected -= planned["keys_and_values"]
+            print(case, expected / real)
+            assert expected == pytest.approx(real, rel=0.1), case
+
+
 def extended(ranks, config, folder, start):
     from xgram_dist.train.checkpointing import StartCheckpoint
     from xgram_dist.train.trainer import Trainer
