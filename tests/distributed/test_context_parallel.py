@@ -28,7 +28,6 @@ SITES = {
 TRAIN = {"activation_checkpointing": True, "accumulation": "tokens"}
 METHODS = ("vanilla", "ple", "retoken", "mort", "stem", "engram", "mole", "scone")
 CASES = {
-    "xgram": {},
     "xgram, documents": {"model": MASKED, "train": TRAIN},
     "all sites": {"memory": {"sites": SITES}},
     "all sites, documents": {"memory": {"sites": SITES}, "model": MASKED},
