@@ -1,7 +1,9 @@
 """Sequences that are cut over ranks: losses, norms and weights of every method follow the run of one process."""
 
 import copy
+import json
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -206,8 +208,6 @@ def test_fp64_runs_equal_those_of_one_process(alone, size):
 
 def compiled_hidden(ranks):
     """Hidden states of compiled blocks with the mask of a GPU, and of plain ones with that of the CPU; graphs made."""
-    from unittest import mock
-
     import tiny_models as tiny
 
     from xgram_dist.model import transformer
@@ -328,13 +328,15 @@ def test_activations_are_within_a_tenth_of_what_is_planned():
 
 def extended(ranks, config, folder, start):
     from xgram_dist.train.checkpointing import StartCheckpoint
+    from xgram_dist.train.spikes import Spikes
     from xgram_dist.train.trainer import Trainer
 
     torch.set_num_threads(1)
     begin = None
     if start is not None:
         begin = StartCheckpoint.find(Path(start), Path(folder), weights_only=True, fresh=False)
-    assert Trainer(config, Path(folder), False, ranks, start_from=begin).run() == 0
+    with mock.patch.object(Spikes, "is_spike", return_value=True):  # so that every step leaves a record
+        assert Trainer(config, Path(folder), False, ranks, start_from=begin).run() == 0
 
 
 def test_a_run_of_short_sequences_goes_on_with_four_times_the_context(data, tmp_path):
@@ -358,6 +360,14 @@ def test_a_run_of_short_sequences_goes_on_with_four_times_the_context(data, tmp_
         np.testing.assert_allclose([r[key] for r in two], [r[key] for r in one], rtol=1e-5)
     validated = [read_metrics(tmp_path / name, "end")[0]["validation_loss"] for name in ("one", "two")]
     np.testing.assert_allclose(*validated, rtol=1e-5)
+    for step in (1, 4):  # micro-batches with their whole losses, each once
+        records = [
+            json.loads((tmp_path / name / f"spikes/step-{step:08d}.json").read_text()) for name in ("one", "two")
+        ]
+        micro_batches = [sorted(one["micro_batch"] for one in record["micro_batches"]) for record in records]
+        assert micro_batches[0] == micro_batches[1]
+        losses = [[one["loss"] for one in record["micro_batches"]] for record in records]
+        np.testing.assert_allclose(*losses, rtol=1e-5)
     assert one[0]["loss"] < read_metrics(tmp_path / "short", "train")[0]["loss"]  # it does not begin anew
 
 
