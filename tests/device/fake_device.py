@@ -21,6 +21,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from traffic import TrafficCounter
 
+from xgram_dist.model import document_attention
+
 aten = torch.ops.aten
 FAKE_DISTINCT = 7
 """Results of an operation whose number depends on values."""
@@ -164,6 +166,7 @@ class FakeDevice:
         """Methods that fake tensors do not have: pinning, moving a module, a real tensor's way to the device."""
         torch.nn.Module._apply = apply_by_replacing  # type: ignore[method-assign]
         F.scaled_dot_product_attention = flash_attention  # type: ignore[assignment]
+        document_attention._compiled_flex_attention = lambda: flex_attention  # type: ignore[assignment]
         move = torch.Tensor.to
 
         def pin_memory(tensor: Tensor, *_: Any) -> Tensor:
@@ -190,6 +193,11 @@ class FakeDevice:
 def flash_attention(q: Tensor, k: Tensor, v: Tensor, *, attn_mask: None, is_causal: bool, enable_gqa: bool) -> Tensor:
     """What torch takes on an H100 for bf16 without a mask; a build without CUDA takes matrix products."""
     return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+
+
+def flex_attention(q: Tensor, k: Tensor, v: Tensor, *, block_mask: Any, enable_gqa: bool) -> Tensor:
+    """Of the same shapes and what is kept for the backward pass; which blocks are computed does not show."""
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, False)[0]
 
 
 def apply_by_replacing(module: torch.nn.Module, function: Any, recurse: bool = True) -> torch.nn.Module:

@@ -5,6 +5,7 @@ import inspect
 import io
 import tempfile
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -64,7 +65,9 @@ class PlannerArguments:
 
     def build(self, group: ProcessGroup) -> Any:
         assert self._arguments is not None
-        self._arguments.arguments |= {"group": group, "devices": (CPU, CPU), "replicas": None}
+        context = self._arguments.arguments["context"]
+        context = replace(context, rank=group.rank % context.size)
+        self._arguments.arguments |= {"group": group, "devices": (CPU, CPU), "replicas": None, "context": context}
         return self._planner(*self._arguments.args, **self._arguments.kwargs)
 
 
@@ -85,12 +88,12 @@ class FakeRun:
         exchange.ExchangePlanner = planners  # type: ignore[misc,assignment]
         keys = Folding.identity(config.model.vocabulary) if config.memory.method == "engram" else None
         with self.device.entered():
-            model = build_model(config, DEVICE, None, self.mesh.tensor)
+            model = build_model(config, DEVICE, None, self.mesh.tensor, self.mesh.context)
             engine = build_engine(config, model, self.mesh, DEVICE)
             self.lookup = build_lookup(config, routing, DEVICE, self.mesh, keys)
             optimizer = JointOptimizer(config, engine, self.lookup, self.mesh)
-        data, rows = self.mesh.data.size, self.mesh.rows.size
-        tokens = [draw_tokens(config, data, rank) for rank in range(data)]
+        data, rows, sharers = self.mesh.data.size, self.mesh.rows.size, self.mesh.context.size
+        tokens = [draw_tokens(config, data // sharers, rank // sharers) for rank in range(data)]
         if isinstance(self.lookup, ShardedTables):
             received = simulate_plan(planners.build, tokens[:rows]) if rows > 1 else []
             self.lookup.planner.group = ReplayedGroup(0, rows, received)

@@ -49,6 +49,16 @@ VARIANTS = {
         8,
         ["memory.shard=2", "memory.optimizer=catch_up"],
     ),
+    "context, catch-up": (
+        "0.73b/xgram-1x-50-32k.yaml",
+        8,
+        ["model.sequence_length=512", "parallel.engine=hsdp", "memory.optimizer=catch_up"],
+    ),
+    "context, tensor with sequence parallelism": (
+        "0.73b/xgram-1x-50.yaml",
+        4,
+        ["parallel.context=2", "parallel.tensor=2", "parallel.sequence_parallel=true", "train.global_batch=4"],
+    ),
     "replicated, n-grams, lazy": (
         "0.73b/engram-1x.yaml",
         2,

@@ -47,12 +47,15 @@ CASES = {
         Case(engine=zero(1), precision="bf16"),
         Case({"optimizer": "catch_up"}, engine=zero(2)),
         Case({"optimizer": "lazy"}, engine=zero(3)),
+        Case({"optimizer": "catch_up"}, context=2),
+        *(Case(method=method, context=2, engine=HSDP) for method in ("mort", "engram", "scone")),
     ],
     4: [
         Case({"wire": "bf16", "optimizer": "dense"}),
         Case({"placement": "host", "optimizer": "adagrad"}, tensor=2, engine=zero(1)),
         Case(engine={**HSDP, "replicate": 2}),
         Case({"shard": 2, "optimizer": "catch_up"}),
+        Case({"optimizer": "catch_up"}, tensor=2, context=2, engine=zero(1)),
     ],
 }
 

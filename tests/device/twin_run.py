@@ -10,12 +10,14 @@ import method_models as methods
 import tiny_models as tiny
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from staging_run import ThreadLedger, TwinThread
 from twin_device import StartedWork, TwinDevice, host_of
 
 import xgram_dist.engine.fsdp2 as fsdp2
 from xgram_dist.config import Config
 from xgram_dist.engine import Chunk, build_engine
+from xgram_dist.model import document_attention
 from xgram_dist.model.build import build_lookup
 from xgram_dist.parallel.mesh import build_mesh
 from xgram_dist.parallel.process_group import ProcessGroup
@@ -27,6 +29,8 @@ from xgram_dist.tables.working_set import WorkingSet
 from xgram_dist.train.step import JointOptimizer, StepResult, train_step
 
 STEPS = 5
+BLOCK = 4
+"""Positions of a block of flex_attention."""
 State = dict[tuple[str, str], list[Chunk]]
 """Chunks of tensors by name and kind: of what a rank holds."""
 CPU, DEVICE = torch.device("cpu"), torch.device("cuda", 0)
@@ -39,6 +43,7 @@ class Case:
     memory: dict[str, Any] = field(default_factory=dict)
     method: str = "xgram"
     tensor: int = 1
+    context: int = 1
     engine: dict[str, Any] = field(default_factory=lambda: {"engine": "replicated"})
     """Keys of `parallel`."""
     precision: str = "fp32"
@@ -49,9 +54,9 @@ class Case:
         return replace(self, engine={"engine": "replicated"})
 
     def config(self, ranks: int) -> Config:
-        data = ranks // self.tensor
+        data = ranks // (self.tensor * self.context)
         sections: dict[str, Any] = {
-            "model": {"layers": 2},
+            "model": {"layers": 2, **({"sequence_length": 32} if self.context > 1 else {})},
             "train": {
                 "micro_batch": 2,
                 "global_batch": 4 * data,
@@ -59,7 +64,7 @@ class Case:
                 "precision": self.precision,
             },
             "optimizer": {"clip_norm": 0.3},
-            "parallel": {**self.engine, "tensor": self.tensor},
+            "parallel": {**self.engine, "tensor": self.tensor, "context": self.context},
         }
         memory = {"overlap": True, **self.memory}
         if self.method == "xgram":
@@ -73,7 +78,7 @@ class Run:
     def __init__(self, case: Case, device: torch.device, world: ProcessGroup):
         self.config = case.config(world.size)
         self.mesh = build_mesh(self.config, world)
-        self.model = tiny.model(self.config, tensor=self.mesh.tensor).to(device)
+        self.model = tiny.model(self.config, tensor=self.mesh.tensor, context=self.mesh.context).to(device)
         self.engine = build_engine(self.config, self.model, self.mesh, device)
         keys = methods.grams(self.config) if case.method == "scone" else None
         routing = tiny.routing(self.config) if case.method == "xgram" else None
@@ -85,8 +90,8 @@ class Run:
         self.working: WorkingSet | None = None
 
     def tokens(self, step: int) -> torch.Tensor:
-        data, length = self.mesh.data, self.config.model.sequence_length
-        return tiny.tokens(self.config, data.size, 2, 2, length, seed=step)[data.rank]
+        batch, length = self.mesh.batch, self.config.model.sequence_length
+        return tiny.tokens(self.config, batch.size, 2, 2, length, seed=step)[batch.rank]
 
     def step(self) -> StepResult:
         """As the trainer does: the next step is planned, and its vectors are fetched early."""
@@ -149,10 +154,37 @@ def run_twins(rank: int, size: int, port: int, cases: list[Case]) -> list[dict[s
         ledger.clear()
         # Operations of the thread that stages records reach the twins.
         thread = mock.patch.object(staging, "ThreadPoolExecutor", side_effect=lambda *_: TwinThread(twin))
-        with DEFECTS[case.defect](), thread, twin.entered():
+        with DEFECTS[case.defect](), thread, _flex_attention(), twin.entered():
             values = train(case, DEVICE, world)
         found.append({"differs": largest_difference(values, expected), **ledger.of("step")})
     return found
+
+
+def _flex_attention() -> Any:
+    """flex_attention as its blocks and its mask say, by matrix products; small blocks, so that there are several."""
+
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, block_mask: Any, enable_gqa: bool) -> torch.Tensor:
+        batch, queries, keys = len(q), q.shape[2], k.shape[2]
+        arange = [torch.arange(size, device=q.device) for size in (batch, queries, keys)]
+        visible = block_mask.mask_mod(arange[0][:, None, None], arange[0][0], arange[1][:, None], arange[2])
+        chosen = []
+        for count, index in (
+            (block_mask.full_kv_num_blocks, block_mask.full_kv_indices),
+            (block_mask.kv_num_blocks, block_mask.kv_indices),
+        ):
+            is_used = torch.arange(index.shape[-1], device=q.device) < count[..., None]
+            blocks = torch.zeros(index.shape, dtype=torch.bool, device=q.device).scatter(-1, index.long(), is_used)[
+                :, 0
+            ]
+            whole = blocks.repeat_interleave(BLOCK, 1).repeat_interleave(BLOCK, 2)
+            chosen.append(whole[:, :queries, :keys])
+        mask = chosen[0] | (chosen[1] & visible)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask[:, None], enable_gqa=enable_gqa)
+
+    patched = contextlib.ExitStack()
+    patched.enter_context(mock.patch.object(document_attention, "_compiled_flex_attention", return_value=attend))
+    patched.enter_context(mock.patch.object(document_attention, "BLOCK", BLOCK))
+    return patched
 
 
 def largest_difference(values: State, expected: State) -> float:

@@ -63,8 +63,9 @@ def logged(ranks, config, folder):
         {"engine": "hsdp"},
         {"engine": "deepspeed", "zero_stage": 3},
         {"engine": "replicated", "tensor": 2, "sequence_parallel": True},
+        {"engine": "replicated", "context": 2},
     ],
-    ids=["hsdp", "zero-3", "tensor"],
+    ids=["hsdp", "zero-3", "tensor", "context"],
 )
 def test_a_run_logs_the_same_figures_on_any_layout(data, tmp_path, parallel):
     """train.diagnose_every: batches on the data axis; columns and positions on the tensor axis."""

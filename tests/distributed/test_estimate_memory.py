@@ -63,6 +63,7 @@ HSDP, REPLICATED = ["parallel.engine=hsdp"], ["parallel.engine=replicated"]
 TENSOR = ["parallel.tensor=2", "memory.sites.h.views=1"]
 LARGER = ["train.micro_batch=8", "train.global_batch=16"]
 SEQUENCE = [*TENSOR, "parallel.sequence_parallel=true"]
+CONTEXT = ["parallel.context=2", "model.sequence_length=256"]
 HOST = [*REPLICATED, "memory.placement=host"]
 CASES = {
     1: [REPLICATED, HSDP, [*deepspeed(1), BF16], [*deepspeed(3), BF16]],
@@ -78,6 +79,8 @@ CASES = {
         [*deepspeed(3, stage3_max_live_parameters=500_000), BF16, "parallel.offload=true"],
         [*REPLICATED, *TENSOR, *LARGER],
         [*REPLICATED, *SEQUENCE, *LARGER, RECOMPUTED],
+        [*REPLICATED, *CONTEXT, RECOMPUTED],
+        [*HSDP, *CONTEXT, BF16],
         [*HOST, "memory.optimizer=catch_up"],
         [*HOST, "memory.optimizer=catch_up", "memory.rows_dtype=bf16", "memory.moments=bf16"],
         [*HOST, "memory.optimizer=lazy", "memory.window=1"],
@@ -90,13 +93,16 @@ CASES = {
         deepspeed(1),
         [*deepspeed(1), BF16, *SEQUENCE],
         [*deepspeed(3), *TENSOR, RECOMPUTED],
+        [*deepspeed(1), *TENSOR, *CONTEXT],
+        [*REPLICATED, *CONTEXT, "memory.shard=2"],
     ],
 }
 
 
 def config_of(overrides, ranks):
     tensor = 2 if "parallel.tensor=2" in overrides else 1
-    batch = ["train.micro_batch=2", f"train.global_batch={4 * ranks // tensor}", "model.sequence_length=128"]
+    sharers = tensor * (2 if "parallel.context=2" in overrides else 1)
+    batch = ["train.micro_batch=2", f"train.global_batch={4 * ranks // sharers}", "model.sequence_length=128"]
     return load_config(RECIPE, ["model.layers=2", "memory.overlap=true", *batch, *overrides])
 
 
@@ -203,9 +209,8 @@ def measure(world, cases):
 def measure_case(world, overrides):
     """Bytes held while micro-batches add up, those of the working set, and bytes moved in a later step."""
     from xgram_dist.engine import build_engine
-    from xgram_dist.model.build import build_model
+    from xgram_dist.model.build import build_lookup, build_model
     from xgram_dist.parallel.mesh import build_mesh
-    from xgram_dist.tables.exchange import ShardedTables
     from xgram_dist.tables.optimizers.build import choose_optimizer
     from xgram_dist.train.profiling import exchange_figures
     from xgram_dist.train.step import JointOptimizer
@@ -215,17 +220,17 @@ def measure_case(world, overrides):
     gc.collect()
     gc.freeze()
     mesh = build_mesh(config, world)
-    model = build_model(config, CPU, None, mesh.tensor)
+    model = build_model(config, CPU, None, mesh.tensor, mesh.context)
     engine = build_engine(config, model, mesh, CPU)
     del model
     kind = choose_optimizer(config, touched_share=1.0)
     with small_messages():
         routing = routing_of(config, frequencies)
-        lookup = ShardedTables(config, table_layout(config), routing, CPU, mesh, optimizer=kind)
+        lookup = build_lookup(config, routing, CPU, mesh, optimizer=kind)
     optimizer = JointOptimizer(config, engine, lookup, mesh)
     found = {}
     steps = 2 if LEARNS & set(overrides) else 1
-    draws = np.random.default_rng(mesh.data.rank)
+    draws = np.random.default_rng(mesh.batch.rank)
     shape = (2, config.train.micro_batch, config.model.sequence_length)
     sent = []
     for _ in range(DRAWS):

@@ -118,6 +118,24 @@ def test_a_run_goes_through_replicas_of_its_tables(data, finished, tmp_path):
         assert losses(tmp_path / folder) == pytest.approx(losses(finished), rel=1e-5)
 
 
+def test_a_run_goes_through_ranks_that_share_sequences(data, finished, tmp_path):
+    """The same layout goes on bit for bit; from other degrees and numbers of ranks, up to rounding."""
+
+    def shared(**degrees):
+        config = settings(data, optimizer="catch_up")
+        return config.model_copy(update={"parallel": config.parallel.model_copy(update=degrees)})
+
+    run_ranks(run_on_ranks, 2, shared(context=2), tmp_path / "whole")
+    run_ranks(lost_on_ranks_at, 2, shared(context=2), tmp_path / "same", 4)
+    run_ranks(run_on_ranks, 2, shared(context=2), tmp_path / "same")
+    assert losses(tmp_path / "same") == losses(tmp_path / "whole")
+    run_ranks(lost_on_ranks_at, 2, shared(context=2), tmp_path / "other", 4)
+    run_ranks(lost_on_ranks_at, 2, shared(), tmp_path / "other", 7)
+    run_ranks(run_on_ranks, 4, shared(context=2, tensor=2), tmp_path / "other")
+    for folder in ("whole", "other"):
+        assert losses(tmp_path / folder) == pytest.approx(losses(finished), rel=1e-5)
+
+
 def run_on_ranks(ranks, config, folder):
     assert Trainer(config, folder, fresh=False, ranks=ranks).run() == 0
 

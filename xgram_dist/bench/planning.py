@@ -37,6 +37,7 @@ from xgram_dist.estimate.step_time import Machine, StepTime
 from xgram_dist.estimate.traffic import build_traffic, zipf
 from xgram_dist.model.methods.base import load_recipe, method_of, table_layout
 from xgram_dist.model.methods.engram import Engram
+from xgram_dist.parallel.context_parallel import ContextAxis
 from xgram_dist.parallel.device import MAX_PLANNING_THREADS
 from xgram_dist.parallel.process_group import CompletedWork, ProcessGroup
 from xgram_dist.tables.exchange_plan import ID_BYTES, ExchangePlanner, Window, WindowRule
@@ -106,6 +107,7 @@ class PlanningBenchmark:
         self._pageable = self._pinned = torch.empty(0, dtype=torch.uint8)
 
     def build_planner(self, group: ProcessGroup) -> ExchangePlanner:
+        context = self.axes.context
         return ExchangePlanner(
             self.routing,
             self.layout.slabs,
@@ -116,6 +118,7 @@ class PlanningBenchmark:
             (DEVICE, DEVICE),
             self._keys,
             zero_copy=reads_in_place(self.config, same_device=True),
+            context=ContextAxis(group.rank % context, context, "", method_of(self.config).reach),
         )
 
     def _ngram_keys(self) -> NgramKeys | None:
@@ -128,7 +131,8 @@ class PlanningBenchmark:
         return NgramKeys(method.ngram_hash(), folding.ids)
 
     def rank_tokens(self, rank: int) -> Tensor:
-        """A step's tokens of a rank."""
+        """A step's tokens of a rank; those that share sequences have the same."""
+        rank //= self.axes.context
         if self._data is not None:
             return self._read(self._data, rank)
         edges = np.cumsum(self.frequencies)
@@ -145,7 +149,7 @@ class PlanningBenchmark:
             seed=train.seed,
             weights=self.config.data.weights,
             rank=rank,
-            ranks=self.axes.data,
+            ranks=self.axes.data // self.axes.context,
             prefetch=1,
             vocabulary=model.vocabulary,
         ) as loader:

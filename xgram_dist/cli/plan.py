@@ -50,6 +50,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--table", action="store_true", help="several recipes (those with a name), one line each")
     parser.add_argument("--ranks", type=int, metavar="N", help="ranks (default: up to 16, as the batch divides)")
     parser.add_argument("--tensor", type=int, metavar="T", help="ranks that share each layer; as parallel.tensor=T")
+    parser.add_argument("--context", type=int, metavar="C", help="ranks that share a sequence; as parallel.context=C")
     parser.add_argument("--memory-per-rank", metavar="SIZE", help="80GB or 80GiB: does it fit, and which changes help")
     parser.add_argument(
         "--frequencies",
@@ -78,7 +79,8 @@ def run(args: argparse.Namespace) -> int:
 
     if args.table:
         return _run_table(args)
-    overrides = args.overrides if args.tensor is None else [*args.overrides, f"parallel.tensor={args.tensor}"]
+    degrees = {"tensor": args.tensor, "context": args.context}
+    overrides = [*args.overrides, *(f"parallel.{axis}={n}" for axis, n in degrees.items() if n is not None)]
     config = load_recipe(args.recipe, overrides)
     axes, machine, limit = _axes(args, config), _machine(args), _memory_limit(args)
     budget = plan_budget(config)
@@ -178,7 +180,8 @@ def _axes(args: argparse.Namespace, config: "Config") -> "Axes":
     from xgram_dist.estimate.comm import Axes
     from xgram_dist.estimate.exchange import default_ranks
 
-    ranks = default_ranks(config) * config.parallel.tensor if args.ranks is None else args.ranks
+    sharers = config.parallel.tensor * config.parallel.context
+    ranks = default_ranks(config) * sharers if args.ranks is None else args.ranks
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {one_line(str(ranks), 40)} is not from 1 to {MAX_RANKS}")
     axes = Axes.of(config, ranks)
@@ -216,6 +219,8 @@ def _layout_name(config: "Config", axes: "Axes") -> str:
     ranks = f"{axes.world} rank{'s' if axes.world > 1 else ''}"
     if axes.tensor > 1:
         ranks += f" = {axes.data} data x {axes.tensor} tensor"
+    if axes.context > 1:
+        ranks += f", data = {axes.data // axes.context} batch x {axes.context} context"
     if axes.replicate > 1:
         ranks += f", data = {axes.replicate} replicate x {axes.shard} shard"
     if axes.replicas > 1:

@@ -408,7 +408,12 @@ class ParallelConfig(Section):
     """Backbone engine. deepspeed: ZeRO; hsdp: PyTorch's FSDP2 over replicate x shard; replicated: a full copy on every
     rank."""
     tensor: Count = 1
-    """Degree of tensor parallelism (as in Megatron); the data axis has ranks / tensor ranks."""
+    """Degree of tensor parallelism (as in Megatron); the data axis has ranks / (tensor x pipeline) ranks."""
+    context: Count = 1
+    """Degree of context parallelism: ranks of the data axis that share each sequence. A rank computes two of
+    2 x context chunks, which must divide the sequence length ([training.md](training.md#long-sequences))."""
+    pipeline: Count = 1
+    """Degree of pipeline parallelism: stages into which the layers are cut."""
     sequence_parallel: bool = False
     """Shard activations between layers over the tensor axis, by sequence (as in Megatron)."""
     zero_stage: Literal[1, 2, 3] = 1

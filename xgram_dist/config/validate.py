@@ -2,6 +2,8 @@
 and the way out. What a method asks of its own keys is checked by `model.methods.base.check_method`.
 """
 
+import math
+
 from xgram_dist.config.schema import Config
 from xgram_dist.errors import UserError
 from xgram_dist.untrusted import check_address
@@ -17,18 +19,26 @@ def check(config: Config) -> None:
     for address in (config.data.remote, config.checkpoint.remote, *stages):
         if address is not None:
             check_address(address)
-    accumulation(config, ranks=1)
+    accumulation(config, ranks=config.parallel.context)
 
 
 def accumulation(config: Config, ranks: int) -> int:
-    """Micro-batches of a rank in one optimizer step."""
-    train = config.train
-    whole, rest = divmod(train.global_batch, train.micro_batch * ranks)
+    """Micro-batches of a rank in one optimizer step. `ranks`: of the data axis; those that share a sequence
+    (`parallel.context`) have the same micro-batches."""
+    train, context = config.train, config.parallel.context
+    batch, uneven = divmod(ranks, context)
+    if uneven or not batch:
+        raise UserError(
+            f"parallel.context = {context} does not divide the {ranks} rank(s) of the data axis; change the number of "
+            f"ranks or the degree"
+        )
+    whole, rest = divmod(train.global_batch, train.micro_batch * batch)
     if rest or not whole:
+        shared = f" (of {ranks}, parallel.context = {context} share a sequence)" if context > 1 else ""
         raise UserError(
             f"train.global_batch = {train.global_batch} is not a whole multiple of train.micro_batch = "
-            f"{train.micro_batch} x {ranks} rank{'s' if ranks > 1 else ''}, so accumulation would not be whole; "
-            f"change one of the two"
+            f"{train.micro_batch} x {batch} rank{'s' if batch > 1 else ''}{shared}, so accumulation would not be "
+            f"whole; change one of the two"
         )
     return whole
 
@@ -83,6 +93,28 @@ def _check_parallel(config: Config) -> None:
         )
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
+    if parallel.context > 1:
+        _check_context(config)
+
+
+def _check_context(config: Config) -> None:
+    """Every sequence length of the run must cut into two chunks a rank, and these over the tensor axis."""
+    parallel, divisor = config.parallel, 2 * config.parallel.context
+    parts = f"2 x parallel.context = {divisor}"
+    if parallel.sequence_parallel:
+        divisor = math.lcm(divisor, parallel.context * parallel.tensor)
+        parts = f"{parts} chunks and parallel.context x parallel.tensor = {parallel.context * parallel.tensor}"
+    lengths = {"model.sequence_length": config.model.sequence_length}
+    lengths |= {
+        f"data.stages[{n}].sequence_length": stage.sequence_length
+        for n, stage in enumerate(config.data.stages)
+        if stage.sequence_length is not None
+    }
+    for key, length in lengths.items():
+        if length % divisor:
+            raise UserError(
+                f"{key} = {length} is not divisible by {parts}; set a multiple of {divisor}, or a smaller degree"
+            )
 
 
 def _check_placement(config: Config) -> None:
@@ -132,13 +164,17 @@ def _check_stored_types(config: Config) -> None:
 def check_degrees(config: Config, ranks: int) -> None:
     """The parallel degrees must divide the ranks, and what is sharded over them."""
     parallel, model = config.parallel, config.model
-    tensor, replicate = parallel.tensor, parallel.replicate
-    if ranks % (tensor * replicate):
+    tensor, data_degrees = parallel.tensor, math.lcm(parallel.replicate, parallel.context)
+    if ranks % (tensor * parallel.pipeline * data_degrees):
+        degrees = [("tensor", tensor)]
+        degrees += [(key, n) for key in ("pipeline", "context") if (n := getattr(parallel, key)) > 1]
+        degrees += [("replicate", parallel.replicate)]
+        product = " x ".join(f"parallel.{key} = {degree}" for key, degree in degrees)
         raise UserError(
-            f"{ranks} rank(s) are not a multiple of parallel.tensor = {tensor} x parallel.replicate = {replicate}; "
-            f"change the number of ranks or one of the two"
+            f"{ranks} rank(s) are not a multiple of {product}; change the number of ranks or one of the "
+            f"{'two' if len(degrees) == 2 else 'degrees'}"
         )
-    shard, data = config.memory.shard, ranks // tensor
+    shard, data = config.memory.shard, ranks // (tensor * parallel.pipeline)
     if isinstance(shard, int) and data % shard:
         raise UserError(
             f"memory.shard = {shard} does not divide the {data} rank(s) of the data axis; choose a number that "

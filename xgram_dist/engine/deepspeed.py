@@ -126,7 +126,7 @@ REFUSED = {
     "bfloat16": "train.precision decides",
     "managed_gradient_accumulation": "train.global_batch and train.micro_batch decide",
     "tensor_parallel": "parallel.tensor decides",
-    "sequence_parallel_size": "parallel.sequence_parallel decides",
+    "sequence_parallel_size": "parallel.sequence_parallel and parallel.context decide",
     "pipeline": "there is no pipeline parallelism here",
     "expert_parallel": "there is no expert parallelism here",
     "compile": "train.compile decides",
@@ -169,7 +169,8 @@ def deepspeed_config(config: Config, data_size: int) -> dict[str, Any]:
 def _required_keys(config: Config, data_size: int) -> dict[str, Any]:
     train, parallel = config.train, config.parallel
     return {
-        "train_batch_size": train.global_batch,
+        # DeepSpeed takes every rank of the data axis for one with sequences of its own.
+        "train_batch_size": train.global_batch * parallel.context,
         "train_micro_batch_size_per_gpu": train.micro_batch,
         "gradient_accumulation_steps": accumulation(config, data_size),
         "gradient_clipping": 0.0,  # gradients are clipped by the joint norm before DeepSpeed's step

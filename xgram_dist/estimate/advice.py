@@ -130,6 +130,7 @@ def _candidates(config: Config) -> list[Keys]:
         candidates.append({"parallel.offload": True})
     else:
         candidates.append({"parallel.engine": "deepspeed", "parallel.replicate": 1, "parallel.reshard": True})
+    candidates.append({"parallel.context": 2 * parallel.context})
     tensor = 2 * parallel.tensor
     candidates.append({"parallel.tensor": tensor})
     candidates.append({"parallel.tensor": tensor, "parallel.sequence_parallel": True})

@@ -3,10 +3,11 @@
     world = data x tensor        tensor is the inner axis
     data  = replicate x shard    shard is the inner one; without replicas it is the whole data axis
     data  = replicas x rows        of the tables; rows is the inner one; without replicas it is the whole data axis
+    data  = batch x context        context is the inner one: ranks that share each sequence
 
 A message's bytes are those that leave a rank in a step; as many enter it. Reductions and gathers count as ring
 algorithms: each rank forwards all chunks but one. All-to-alls count what goes to other ranks. `engines.py` has the
-messages of the backbone engines, `tables.py` those of the exchange; here are those of the tensor axis.
+messages of the backbone engines, `tables.py` those of the exchange; here are those of the tensor and context axes.
 """
 
 from dataclasses import asdict, dataclass
@@ -17,9 +18,9 @@ from xgram_dist.config.validate import check_degrees
 from xgram_dist.errors import UserError
 from xgram_dist.model.methods.base import method_of
 from xgram_dist.parallel.device import DTYPES
-from xgram_dist.tables.layout import RESIDUAL_SITES
+from xgram_dist.tables.layout import RESIDUAL_SITES, site_width
 
-Axis = Literal["world", "data", "tensor", "replicate", "shard", "replicas", "rows"]
+Axis = Literal["world", "data", "tensor", "replicate", "shard", "replicas", "rows", "context"]
 Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
 
 FP32 = 4
@@ -43,6 +44,19 @@ def compute_bytes(config: Config) -> int:
     return DTYPES[config.train.precision].itemsize
 
 
+def rank_tokens(config: Config) -> int:
+    """Of a micro-batch that a rank computes: its part of each sequence."""
+    return config.train.micro_batch * config.model.sequence_length // config.parallel.context
+
+
+def read_tokens(config: Config) -> int:
+    """Of a micro-batch whose vectors a rank reads, mean over the ranks: where sequences are cut, those before each
+    chunk, too, but for the first of a sequence."""
+    context = config.parallel.context
+    before = method_of(config).reach * (2 * context - 1) / context if context > 1 else 0.0
+    return rank_tokens(config) + round(config.train.micro_batch * before)
+
+
 @dataclass(frozen=True)
 class Axes:
     """Sizes of the mesh axes."""
@@ -51,6 +65,7 @@ class Axes:
     tensor: int = 1
     replicate: int = 1
     replicas: int = 1
+    context: int = 1
 
     @staticmethod
     def of(config: Config, ranks: int) -> "Axes":
@@ -64,7 +79,7 @@ class Axes:
         )
         if data % rows:
             raise UserError(f"memory.shard = node: {ranks} ranks are not whole nodes of {NODE_RANKS}; change --ranks")
-        return Axes(data, tensor, config.parallel.replicate, data // rows)
+        return Axes(data, tensor, config.parallel.replicate, data // rows, config.parallel.context)
 
     @property
     def rows(self) -> int:
@@ -85,7 +100,12 @@ class Axes:
 
     def span(self, axis: Axis) -> int:
         """Consecutive ranks that contain a process group of the axis. A span within a node uses the node's links."""
-        spans = {"tensor": self.tensor, "shard": self.shard * self.tensor, "rows": self.rows * self.tensor}
+        spans = {
+            "tensor": self.tensor,
+            "shard": self.shard * self.tensor,
+            "rows": self.rows * self.tensor,
+            "context": self.context * self.tensor,
+        }
         return spans.get(axis, self.world)
 
 
@@ -136,7 +156,7 @@ def plan_tensor_messages(config: Config, axes: Axes, micro_batches: int, distinc
     if axes.tensor == 1:
         return []
     model, recomputed = config.model, config.train.activation_checkpointing
-    tokens = config.train.micro_batch * model.sequence_length * micro_batches
+    tokens = rank_tokens(config) * micro_batches
     hidden, layers = compute_bytes(config) * tokens * model.width, model.layers
     passes = 3 if recomputed else 2
     messages = [
@@ -161,6 +181,26 @@ def plan_tensor_messages(config: Config, axes: Axes, micro_batches: int, distinc
         size = FP32 * distinct_tokens * views * passes * micro_batches
         messages.append(ring_message("norms of vectors", "all-reduce", "tensor", axes, size))
     return messages
+
+
+def plan_context_messages(config: Config, axes: Axes, micro_batches: int) -> list[Message]:
+    """Messages on the context axis: keys and values of whole sequences, and their gradients. Gathered or passed round a
+    ring, they are as many bytes. Activation checkpointing repeats what blocks do forward."""
+    if axes.context == 1:
+        return []
+    model, train, method = config.model, config.train, method_of(config)
+    size, layers, forwards = compute_bytes(config), range(model.layers), 2 if train.activation_checkpointing else 1
+    sequences = train.micro_batch * micro_batches
+    both = sequences * model.sequence_length * 2 * size * site_width(config, "v") / axes.tensor * model.layers
+    states = sequences * 2 * axes.context * size * model.width * sum(map(method.exchanged_positions, layers))
+    counts = FP32 * micro_batches * sum(map(method.summed_numbers, layers))
+    return [
+        ring_message("keys and values", "all-gather", "context", axes, both * forwards),
+        ring_message("keys and values", "reduce-scatter", "context", axes, both),
+        ring_message("states before chunks", "all-gather", "context", axes, states * forwards),
+        ring_message("states before chunks", "reduce-scatter", "context", axes, states),
+        ring_message("balance of views", "all-reduce", "context", axes, counts * forwards),
+    ]
 
 
 def _replicated_gradient_bytes(config: Config, micro_batches: int) -> float:

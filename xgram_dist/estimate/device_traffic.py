@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from xgram_dist.config.schema import Config
-from xgram_dist.estimate.comm import FP32, Axes, compute_bytes
+from xgram_dist.estimate.comm import FP32, Axes, compute_bytes, rank_tokens
 from xgram_dist.estimate.flops import block_flops_per_token, plan_budget
 from xgram_dist.model.methods.base import method_of, table_layout
 from xgram_dist.tables.layout import site_width
@@ -71,7 +71,7 @@ class Part:
 def plan_compute_parts(config: Config, axes: Axes, micro_batches: int, gradient_rows: float) -> list[Part]:
     """Head, blocks, extraction and scatter of a step. `gradient_rows`: rows of the tensors to which gradients of table
     vectors are summed: distinct tokens of a window."""
-    tokens = config.train.micro_batch * config.model.sequence_length * micro_batches
+    tokens = rank_tokens(config) * micro_batches
     return [
         _head(config, axes, tokens),
         _blocks(config, axes, tokens),
@@ -84,7 +84,7 @@ def _head(config: Config, axes: Axes, tokens: float) -> Part:
     model, size = config.model, compute_bytes(config)
     vocabulary = model.vocabulary / axes.tensor
     per_logit = HEAD_COMPILED_PASSES * size if config.train.compile else HEAD_EAGER_BYTES[size]
-    chunks = tokens / min(model.loss_chunk, config.train.micro_batch * model.sequence_length)
+    chunks = tokens / min(model.loss_chunk, rank_tokens(config))
     weight = FP32 * HEAD_WEIGHT_PASSES * vocabulary * model.width * chunks
     return Part("head", 3 * 2 * vocabulary * model.width * tokens, 0.0, per_logit * vocabulary * tokens + weight)
 

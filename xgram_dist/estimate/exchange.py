@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from xgram_dist.config.schema import Config
 from xgram_dist.config.validate import accumulation
-from xgram_dist.estimate.comm import FP32
+from xgram_dist.estimate.comm import FP32, read_tokens
 from xgram_dist.estimate.flops import num_row_gates
 from xgram_dist.estimate.traffic import TokenDraw, TokenOwners, plan_window_sizes
 from xgram_dist.model.methods.base import table_layout
@@ -109,7 +109,7 @@ def plan_exchange(
     """`ranks`: of the data axis. `host_bandwidth`: from host to device, in GB/s. `replicas`: of the tables. The recipe
     must have tables."""
     micro_batches = accumulation(config, ranks)
-    per_micro_batch = config.train.micro_batch * config.model.sequence_length
+    per_micro_batch = read_tokens(config)
     slabs = table_layout(config, config.parallel.tensor).slabs
     num_rows, slab_widths = slabs[0].rows, np.array([slab.width for slab in slabs])
     sharding = plan_row_sharding(routing, num_rows, ranks // replicas)

@@ -21,6 +21,7 @@ from xgram_dist.estimate.comm import (
     Message,
     compute_bytes,
     merge_messages,
+    plan_context_messages,
     plan_tensor_messages,
     ring_message,
 )
@@ -71,6 +72,7 @@ class LayoutEstimate:
             "replicate": self.axes.replicate,
             "shard": self.axes.shard,
             "replicas": self.axes.replicas,
+            "context": self.axes.context,
             "micro_batches": self.micro_batches,
             "table_optimizer": None if tables is None else tables.optimizer,
             "windows": None if tables is None else tables.window_sizes,
@@ -102,6 +104,7 @@ def plan_layout(
         *(tables.messages if tables else ()),
         *engine.messages,
         *plan_tensor_messages(config, axes, micro_batches, distinct_tokens),
+        *plan_context_messages(config, axes, micro_batches),
         *_scalar_messages(axes),
     ]
     updates = {"backbone": (UPDATE_PASSES * FP32 * engine.updated_parameters, engine.update_on_host)}
@@ -167,8 +170,8 @@ def group_size(ranks: int) -> int:
 
 
 def paper_layout(config: Config, ranks: int, machine: Machine) -> LayoutEstimate:
-    """It has no tensor axis: all ranks are on the data axis."""
-    parallel = config.parallel.model_copy(update={"tensor": 1, "sequence_parallel": False})
+    """It has no tensor and no context axis: all ranks have sequences of their own."""
+    parallel = config.parallel.model_copy(update={"tensor": 1, "context": 1, "sequence_parallel": False})
     config = config.model_copy(update={"parallel": parallel})
     group = group_size(ranks)
     axes = Axes(ranks, 1, ranks // group)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from xgram_dist.config.schema import Config
-from xgram_dist.estimate.comm import FP32, Axes, compute_bytes
+from xgram_dist.estimate.comm import FP32, Axes, compute_bytes, rank_tokens
 from xgram_dist.model.methods.base import method_of
 from xgram_dist.tables.layout import site_width
 
@@ -60,22 +60,33 @@ def plan_activations(config: Config, axes: Axes) -> list[Allocation]:
     are not counted.
     """
     model, size = config.model, compute_bytes(config)
-    tokens = config.train.micro_batch * model.sequence_length
+    tokens = rank_tokens(config)
     sequence_ranks = axes.tensor if config.parallel.sequence_parallel else 1
     blocks = [tokens * block_activation_bytes(config, layer, axes.tensor) for layer in range(model.layers)]
     final_norm = tokens * model.width * (2 * FP32 / sequence_ranks + size) + tokens * FP32
     token_ids = tokens * 2 * INT64
-    loss = _loss_bytes(config, axes.tensor)
+    loss, remote = _loss_bytes(config, axes.tensor), _remote_keys_and_values_bytes(config, axes)
     if not config.train.activation_checkpointing:
         saved = sum(blocks) + (final_norm + token_ids)
-        return [Allocation("activations", saved, "compute"), Allocation("loss", loss, "compute")]
+        return [
+            Allocation("activations", saved, "compute"),
+            Allocation("keys_and_values", remote * model.layers, "compute"),
+            Allocation("loss", loss, "compute"),
+        ]
     inputs = model.layers * tokens * model.width * size / sequence_ranks
     recomputed = max(blocks)
     return [
         Allocation("activations", inputs + (final_norm + token_ids) + recomputed, "compute"),
+        Allocation("keys_and_values", remote, "compute"),
         # The loss is done before the first block is recomputed.
-        Allocation("loss", max(0.0, loss - recomputed), "compute"),
+        Allocation("loss", max(0.0, loss - recomputed - remote), "compute"),
     ]
+
+
+def _remote_keys_and_values_bytes(config: Config, axes: Axes) -> float:
+    """Of the other ranks of the context axis, in one block: what passing them round a ring would not hold."""
+    local = rank_tokens(config) * 2 * compute_bytes(config) * site_width(config, "v") / axes.tensor
+    return (axes.context - 1) * local
 
 
 def block_activation_bytes(config: Config, layer: int, tensor: int) -> float:
@@ -104,7 +115,7 @@ def _loss_bytes(config: Config, tensor: int) -> float:
     sum."""
     model, size = config.model, compute_bytes(config)
     vocabulary = model.vocabulary / tensor
-    chunk = min(model.loss_chunk, config.train.micro_batch * model.sequence_length)
+    chunk = min(model.loss_chunk, rank_tokens(config))
     if config.train.compile:
         return vocabulary * (chunk * size + model.width * 2 * FP32)
     cast = size if size < FP32 else 0

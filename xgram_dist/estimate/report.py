@@ -42,6 +42,7 @@ ALLOCATION_LABELS = {
     "hit_rows": "tables: copies of the rows a step hits",
     "working_set": "working set: vectors, gradients",
     "activations": "activations",
+    "keys_and_values": "keys and values of other context ranks",
     "loss": "loss: logits of a chunk, gradient of the head",
     "exchange_buffers": "exchange: communication buffers",
     "hit_gradients": "exchange: gradients of the rows a step hits",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from xgram_dist.config.schema import Config
-from xgram_dist.estimate.comm import FP32, Axes, Message, ring_message
+from xgram_dist.estimate.comm import FP32, Axes, Message, rank_tokens, read_tokens, ring_message
 from xgram_dist.estimate.device_traffic import exchange_bytes
 from xgram_dist.estimate.exchange import WIRE_BYTES
 from xgram_dist.estimate.flops import num_row_gates
@@ -76,14 +76,11 @@ class TableEstimate:
 
 
 def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Traffic) -> TableEstimate:
-    slabs, per_micro_batch = (
-        table_layout(config, axes.tensor).slabs,
-        config.train.micro_batch * config.model.sequence_length,
-    )
+    slabs, per_micro_batch = table_layout(config, axes.tensor).slabs, read_tokens(config)
     window_sizes = plan_window_sizes(config, micro_batches, lambda count: traffic.seen(count * per_micro_batch)[0])
     seen = [traffic.seen(count * per_micro_batch) for count in window_sizes]
     distinct, largest_vectors = max(seen, key=lambda window: window[0])
-    hit_share = traffic.touched_share(per_micro_batch * micro_batches * axes.data)
+    hit_share = traffic.touched_share(rank_tokens(config) * micro_batches * axes.data)
     optimizer = choose_optimizer(config, hit_share)
     run = plan_touched_rows(config, axes, optimizer, traffic)
     hit_rows = hit_share * traffic.rows_held

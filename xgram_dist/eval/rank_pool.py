@@ -1,7 +1,7 @@
 """Work of the first rank, computed by all ranks.
 
 Only the first rank runs the harness (tasks, prompts, metrics). It hands batches of work to the pool; the other ranks
-`serve` until it calls `shut_down`. Batches go to the ranks of the data axis in turn. Every rank computes the same
+`serve` until it calls `shut_down`. Batches go to the ranks of the batch axis in turn. Every rank computes the same
 number of batches, because in a training run each forward pass contains collectives.
 
 Collectives: two object gathers around each request: the request, then its results. They run over a gloo group of the
@@ -42,20 +42,20 @@ class RankPool:
         return self.group.all_gather_object(request)[0]
 
     def _compute(self, name: str, batches: list[Any], title: str, weights: list[int]) -> list[Any]:
-        data, results = self.mesh.data, {}
+        ranks, results = self.mesh.batch, {}
         if not batches:
             return []
         with ExitStack() as stack:
             first_rank = self.mesh.world.first
             progress = stack.enter_context(Progress(sum(weights), "sequences", title)) if first_rank else None
-            for first in range(0, len(batches), data.size):
-                mine = first + data.rank
+            for first in range(0, len(batches), ranks.size):
+                mine = first + ranks.rank
                 # A rank without a batch in the last round repeats the first one and discards the result.
                 result = self._functions[name](batches[mine if mine < len(batches) else 0])
                 if mine < len(batches):
                     results[mine] = result
                 if progress is not None:
-                    progress.update(sum(weights[first : first + data.size]))
+                    progress.update(sum(weights[first : first + ranks.size]))
         for others in self.group.all_gather_object(results):
             results |= others
         return [results[number] for number in range(len(batches))]

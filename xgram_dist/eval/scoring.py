@@ -7,6 +7,7 @@ Two scorers: `CheckpointScorer` runs the inference network, `EngineScorer` the n
 Shapes: B inputs, T positions, D model width, N scored positions, E scored tokens.
 """
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
@@ -76,9 +77,9 @@ def batch_inputs(inputs: list[ScoringInput], max_tokens: int) -> list[list[Scori
     return batches
 
 
-def pad_right(sequences: list[list[int]], multiple: int = 1) -> Tensor:
+def pad_right(sequences: list[list[int]], multiple: int = 1, shortest: int = 1) -> Tensor:
     """[B, T], padded on the right, where a causal network does not look, to a multiple of `multiple`."""
-    longest = -(-max(len(one) for one in sequences) // multiple) * multiple
+    longest = -(-max(shortest, *(len(one) for one in sequences)) // multiple) * multiple
     return torch.tensor([one + [0] * (longest - len(one)) for one in sequences])
 
 
@@ -130,7 +131,7 @@ class EngineScorer:
 
     A batch goes through the same plan, fetch and forward pass as a batch of validation, on any engine and tensor
     degree, and the head keeps the log-likelihood of each token. Every rank of the data axis must make the same number
-    of calls.
+    of calls; those that share sequences get the same inputs.
     """
 
     def __init__(self, config: Config, engine: Engine, lookup: Lookup):
@@ -138,15 +139,18 @@ class EngineScorer:
         head = engine.model.head  # type: ignore[attr-defined]
         assert isinstance(head, VocabParallelHead)
         self._head = head
+        self._context = engine.model.context  # type: ignore[attr-defined]
+        # Sequences must be long enough to be cut over the ranks.
+        sequence = engine.model.axis.sequence_axis.size  # type: ignore[attr-defined]
+        self._multiple = math.lcm(self._context.divisor, self._context.size * sequence)
         self.warmup = 1.0
         """The injection's warm-up factor at the current step."""
 
     @torch.no_grad()
     def score(self, inputs: list[ScoringInput]) -> list[list[Score]]:
         # The network takes its labels from its tokens: one sequence for each target, with the token that follows.
-        parallel = self._config.parallel
         sequences = [one.tokens + target[-1:] for one in inputs for target in one.targets]
-        tokens_BT = pad_right(sequences, parallel.tensor if parallel.sequence_parallel else 1)
+        tokens_BT = pad_right(sequences, self._multiple, self._context.shortest)
         device = self._engine.device
         working = self._lookup.fetch(self._lookup.plan(tokens_BT, whole=True).result()[0], training=False)
         warmup = torch.tensor(self.warmup, device=device, dtype=torch.float64)
@@ -154,7 +158,8 @@ class EngineScorer:
         try:
             self._engine.loss(tokens_BT.to(device, non_blocking=True), working.slots, working.values, warmup)
             assert self._head.scores is not None
-            likelihood_BT, greedy_BT = (values.cpu() for values in self._head.scores)
+            scores_BT = (self._context.gather_sequence(values).cpu() for values in self._head.scores)
+            likelihood_BT, greedy_BT = scores_BT
         finally:
             self._head.keeps_scores, self._head.scores = False, None
         scores, sequence = [], 0

@@ -4,7 +4,9 @@ The order is the paper's: project; add the injected vectors; normalise q and k o
 not at all: `model.qk_norm`); split into heads; rotate; attend; project out; add the injected vector of o.
 
 On a tensor axis each rank has its heads and their channels of q, k and v. Collectives: `column_parallel_input` once for
-q, k and v; one all-reduce for the mean squares of norms over the whole width; `row_parallel_output`.
+q, k and v; one all-reduce for the mean squares of norms over the whole width; `row_parallel_output`. On a context axis
+each rank has its positions of the sequence: queries of these attend to keys and values of whole sequences, which are
+gathered in one message.
 
 Shapes: B batch, T sequence, D width, C key/value width, H heads, G key/value heads, K head width; C, H, G are of one
 rank.
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from xgram_dist.config.schema import ModelConfig
 from xgram_dist.model.document_attention import DocumentMask, document_attention
 from xgram_dist.model.layers import ColumnParallelLinear, RMSNorm, RowParallelLinear, apply_rotary, at_least_fp32
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis, gather_keys_and_values
 from xgram_dist.parallel.tensor_parallel import (
     SINGLE_RANK,
     TensorAxis,
@@ -29,9 +32,9 @@ from xgram_dist.parallel.tensor_parallel import (
 
 
 class Attention(nn.Module):
-    def __init__(self, config: ModelConfig, axis: TensorAxis = SINGLE_RANK):
+    def __init__(self, config: ModelConfig, axis: TensorAxis = SINGLE_RANK, context: ContextAxis = WHOLE_SEQUENCES):
         super().__init__()
-        self.axis = axis
+        self.axis, self.context = axis, context
         self.heads, self.kv_heads = axis.local_size(config.heads), axis.local_size(config.kv_heads)
         self.head_width = config.width_of_head
         kv_width = config.kv_heads * self.head_width
@@ -57,7 +60,8 @@ class Attention(nn.Module):
         mask: Tensor | DocumentMask | None,
     ) -> Tensor:
         """`deltas`: the injected vectors by site (q, k, v [B,T,C]; o of the shape of x). `mask`: of documents
-        (document_attention.py), or dense [B,1,T,T] for short sequences; None: plain causal attention."""
+        (document_attention.py), or dense [B,1,T,T] for short sequences; None: plain causal attention of whole
+        sequences."""
         x_BTD = column_parallel_input(x, self.axis)
         batch, length, _ = x_BTD.shape
         q, k, v = self.query(x_BTD), self.key(x_BTD), self.value(x_BTD)
@@ -72,6 +76,7 @@ class Attention(nn.Module):
         q, k = self._normalised(q, k)
         q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         v = v.view(batch, length, self.kv_heads, self.head_width)
+        k, v = gather_keys_and_values(k, v, self.context)
         q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
         if mask is None or isinstance(mask, Tensor):
             mixed = F.scaled_dot_product_attention(

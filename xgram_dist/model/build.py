@@ -19,6 +19,7 @@ from xgram_dist.config import Config
 from xgram_dist.model.loss import CompiledPasses
 from xgram_dist.model.methods.base import Keys, check_method, method_of
 from xgram_dist.model.transformer import Transformer
+from xgram_dist.parallel.context_parallel import context_axis
 from xgram_dist.parallel.device import DTYPES, fuses_loss_passes, recompute_elementwise
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.process_group import ProcessGroup
@@ -29,12 +30,17 @@ from xgram_dist.tables.working_set import Lookup
 
 
 def build_model(
-    config: Config, device: torch.device, end_of_text: int | None = None, tensor: ProcessGroup | None = None
+    config: Config,
+    device: torch.device,
+    end_of_text: int | None = None,
+    tensor: ProcessGroup | None = None,
+    context: ProcessGroup | None = None,
 ) -> Transformer:
-    """`end_of_text`: the token that ends a document. `tensor`: the ranks of the tensor axis."""
+    """`end_of_text`: the token that ends a document. `tensor`, `context`: the ranks of these axes."""
     check_method(config)
     axis = tensor_axis(tensor, config.parallel.sequence_parallel)
-    model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis)
+    sequence = context_axis(context, method_of(config).reach)
+    model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis, sequence)
     initialise(model, config)
     model.to(device)
     if config.train.freeze_backbone:

@@ -11,22 +11,28 @@ uncompiled it would materialise all scores.
 On the CPU, where flex_attention has no compiled backward pass, documents are attended to one by one (`Documents`): the
 lengths are known to the host. A compiled block has a graph break there.
 
+Where sequences are cut over a context axis, queries are those of a rank's two chunks and keys those of whole sequences:
+the mask then knows the positions of the queries, with or without documents (`build_block_mask`, `Spans`).
+
 Shapes: B batch, T sequence, H heads, G key/value heads, K head width, N blocks of the sequence.
 """
 
 from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.device import has_flex_attention
 
 BLOCK = 128
+QUERIES = 1024
+"""Of a span, on the CPU: bounds the memory of its mask."""
 
 
 class Documents:
@@ -38,7 +44,36 @@ class Documents:
         self.lengths = [end - start for start, end in pairwise(starts)]
 
 
-DocumentMask = BlockMask | Documents
+class Span(NamedTuple):
+    """Some queries of one document, and the keys up to the last of them."""
+
+    sequence: int
+    queries: slice
+    """Among the positions that this rank computes."""
+    keys: slice
+    """Among those of the whole sequence."""
+
+
+class Spans:
+    """The documents of a micro-batch as far as this rank's positions lie in them."""
+
+    def __init__(self, documents_BT: Tensor, context: ContextAxis):
+        length = documents_BT.shape[1]
+        self.spans: list[Span] = []
+        for sequence, documents_T in enumerate(documents_BT):
+            begins = F.pad(documents_T.diff() != 0, (1, 0), value=True)
+            ends = [*begins.nonzero()[:, 0].tolist(), length]
+            for number, chunk in enumerate(context.computed(length)):
+                # From a position of the sequence to that among the computed ones.
+                offset = number * (chunk.stop - chunk.start) - chunk.start
+                for begin, end in pairwise(ends):
+                    first, last = max(begin, chunk.start), min(end, chunk.stop)
+                    for start in range(first, last, QUERIES):
+                        stop = min(start + QUERIES, last)
+                        self.spans.append(Span(sequence, slice(start + offset, stop + offset), slice(begin, stop)))
+
+
+DocumentMask = BlockMask | Documents | Spans
 
 
 def number_documents(tokens_BT: Tensor, end_of_text: int) -> Tensor:
@@ -47,29 +82,48 @@ def number_documents(tokens_BT: Tensor, end_of_text: int) -> Tensor:
     return torch.cumsum(ends, 1) - ends
 
 
-def build_document_mask(documents_BT: Tensor) -> DocumentMask:
-    return build_block_mask(documents_BT) if has_flex_attention(documents_BT.device) else Documents(documents_BT)
+def build_document_mask(documents_BT: Tensor, context: ContextAxis = WHOLE_SEQUENCES) -> DocumentMask:
+    """`documents_BT`: of whole sequences. `context`: the ranks that share them: queries are those that this rank
+    computes, keys are of whole sequences."""
+    if has_flex_attention(documents_BT.device):
+        return build_block_mask(documents_BT, context)
+    return Documents(documents_BT) if context.size == 1 else Spans(documents_BT, context)
 
 
-def build_block_mask(documents_BT: Tensor) -> BlockMask:
-    """Document numbers do not fall, so the ends of a block say all: a block sees an earlier one if a document reaches
-    from one into the other, and sees all of it if both lie in one document."""
-    length = documents_BT.shape[1]
-    block_starts = torch.arange(0, length, BLOCK, device=documents_BT.device)
-    first_BN = documents_BT[:, block_starts]
-    last_BN = documents_BT[:, (block_starts + BLOCK - 1).clamp_max(length - 1)]
-    earlier_NN = block_starts[:, None] > block_starts
-    is_whole_N = block_starts + BLOCK <= length  # the last block may be shorter, and then needs its mask
-    is_full = earlier_NN & is_whole_N[:, None] & (first_BN[:, None, :] == last_BN[:, :, None])
-    reaches = earlier_NN & (last_BN[:, None, :] == first_BN[:, :, None])
-    is_partial = (reaches & ~is_full) | (block_starts[:, None] == block_starts)
+def build_block_mask(documents_BT: Tensor, context: ContextAxis = WHOLE_SEQUENCES) -> BlockMask:
+    """Document numbers do not fall, so the ends of a block say all: queries see earlier keys if a document reaches from
+    one block into the other, and all of them if both blocks lie in one document. A block of queries may lie across the
+    border of two chunks: its first and last position bound it all the same."""
+    device, length = documents_BT.device, documents_BT.shape[1]
+    whole = context.size == 1
+    position_S = torch.cat([torch.arange(part.start, part.stop, device=device) for part in context.computed(length)])
+    document_BS = context.select(documents_BT)
+    first_N, last_N = _block_ends(len(position_S), device)
+    begin_M, end_M = _block_ends(length, device)
+    is_whole_NM = (last_N - first_N + 1 == BLOCK)[:, None] & (end_M - begin_M + 1 == BLOCK)
+    earlier_NM = position_S[first_N][:, None] >= end_M
+    begin_document, end_document = documents_BT[:, None, begin_M], documents_BT[:, None, end_M]
+    is_full = earlier_NM & is_whole_NM & (begin_document == document_BS[:, last_N, None])
+    reaches_NM = position_S[last_N][:, None] >= begin_M
+    is_partial = reaches_NM & (end_document >= document_BS[:, first_N, None]) & ~is_full
 
     def is_visible(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        return (query >= key) & (documents_BT[batch, query] == documents_BT[batch, key])
+        position = query if whole else position_S[query]
+        return (position >= key) & (document_BS[batch, query] == documents_BT[batch, key])
 
     return BlockMask.from_kv_blocks(
-        *_ordered_blocks(is_partial), *_ordered_blocks(is_full), BLOCK, is_visible, seq_lengths=(length, length)
+        *_ordered_blocks(is_partial),
+        *_ordered_blocks(is_full),
+        BLOCK,
+        is_visible,
+        seq_lengths=(len(position_S), length),
     )
+
+
+def _block_ends(length: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """The first and the last position of each block."""
+    starts = torch.arange(0, length, BLOCK, device=device)
+    return starts, (starts + BLOCK - 1).clamp_max(length - 1)
 
 
 def _ordered_blocks(chosen_BNN: Tensor) -> tuple[Tensor, Tensor]:
@@ -88,6 +142,8 @@ def document_attention(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Doc
     """[B, H, T, K]."""
     if isinstance(mask, Documents):
         return _attend_one_by_one(q_BHTK, k_BGTK, v_BGTK, mask)
+    if isinstance(mask, Spans):
+        return _attend_by_spans(q_BHTK, k_BGTK, v_BGTK, mask)
     grouped = q_BHTK.shape[1] != k_BGTK.shape[1]
     attend: Callable[..., Any] = flex_attention
     if not torch.compiler.is_compiling():  # else the compiled block takes it into its graph
@@ -108,3 +164,16 @@ def _attend_one_by_one(q_BHTK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, documents
         for q, k, v in zip(q_documents, k_documents, v_documents, strict=True)
     ]
     return torch.cat(mixed).view(batch, length, heads, head_width).transpose(1, 2)
+
+
+@torch.compiler.disable  # type: ignore[untyped-decorator]
+def _attend_by_spans(q_BHSK: Tensor, k_BGTK: Tensor, v_BGTK: Tensor, mask: Spans) -> Tensor:
+    grouped = q_BHSK.shape[1] != k_BGTK.shape[1]
+    mixed: list[list[Tensor]] = [[] for _ in range(len(q_BHSK))]
+    for sequence, queries, keys in mask.spans:
+        q, k, v = q_BHSK[sequence, None, :, queries], k_BGTK[sequence, None, :, keys], v_BGTK[sequence, None, :, keys]
+        num_queries, num_keys = q.shape[2], k.shape[2]
+        # The last query sees all keys, each one before it one key less.
+        seen = torch.ones(num_queries, num_keys, dtype=torch.bool).tril(num_keys - num_queries)
+        mixed[sequence].append(F.scaled_dot_product_attention(q, k, v, attn_mask=seen, enable_gqa=grouped))
+    return torch.cat([torch.cat(parts, 2) for parts in mixed])

@@ -17,7 +17,9 @@ lambda is learnable and starts at 1; w ramps from 0 to 1 over the warm-up. Each 
 On a tensor axis, an attention site (q, k, v, qk) has the channels of this rank's key/value heads in its working-set
 values, its extractors and its delta; its norm is one all-reduce of a number for each distinct token. A residual site
 (h, o) has all channels on every rank. With sequence parallelism its delta covers this rank's part of the sequence,
-computed from that part and the few positions before it, without communication.
+computed from that part and the few positions before it, without communication. So it is where sequences are cut over a
+context axis: slots and documents are of the positions that are read, the delta of those that are computed. Convolved
+side by side, the two chunks differ from whole sequences only in positions that are dropped.
 
 Shapes: B batch, T sequence, W channels of the site on this rank, U distinct tokens of the working set, M views, k taps.
 """
@@ -31,6 +33,7 @@ from torch import Tensor, nn
 from xgram_dist.config import Config
 from xgram_dist.config.schema import ExtractionConfig, InjectionConfig
 from xgram_dist.model.gather import Slots, gather_rows
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis, select_slices
 from xgram_dist.parallel.tensor_parallel import (
     SINGLE_RANK,
     TensorAxis,
@@ -85,12 +88,20 @@ class ShortConv(nn.Module):
         self.gate = sharded_parameter((taps, width), 1, channels) if config.gate else None
         self.gate_bias = sharded_parameter((width,), 0, channels) if config.gate else None
 
-    def forward(self, values_UW: Tensor, slots_BT: Slots, documents_BT: Tensor | None) -> Tensor:
-        """Rows of the working set and the row of each position -> extracted features [B, T, W]."""
+    def forward(
+        self,
+        values_UW: Tensor,
+        slots_BT: Slots,
+        documents_BT: Tensor | None,
+        kept: tuple[slice, ...] = (slice(None),),
+    ) -> Tensor:
+        """Rows of the working set and the row of each position -> extracted features [B, T, W]. `kept`: of these
+        positions."""
         e = gather_rows(values_UW, slots_BT)
         n = e * gather_rows(inverse_rms(values_UW, self.channels)[:, None], slots_BT) if self.normalised else e
         taps = [shifted(n, step, documents_BT) for step in range(self.taps)]
         kernel = copy_to_tensor_parallel_region(self.content.to(e.dtype), self.sequence)
+        taps, e = [select_slices(tap, kept) for tap in taps], select_slices(e, kept)
         content = sum((tap * kernel[j] for j, tap in enumerate(taps)), torch.zeros_like(e))
         if self.gate is None or self.gate_bias is None:
             return e + content
@@ -113,8 +124,10 @@ class SiteInjection(nn.Module):
         layer: int,
         site: str,
         axis: TensorAxis = SINGLE_RANK,
+        context: ContextAxis = WHOLE_SEQUENCES,
     ):
         super().__init__()
+        self.context = context
         settings = config.memory.sites[site]  # type: ignore[index]
         residual = site in RESIDUAL_SITES
         channels = SINGLE_RANK if residual else axis
@@ -145,20 +158,21 @@ class SiteInjection(nn.Module):
         factors_M = copy_to_tensor_parallel_region(self.gain, self.gain_axis) * (
             self.scale * warmup if self.warmed_up else self.scale
         )
-        before = 0
+        num_read = slots_BT.rows.shape[1]
+        local = self.sequence.local_slice(self.context.num_computed(num_read))
+        kept = self.context.kept(local, num_read)
         if self.sequence.size > 1:
-            local = self.sequence.local_slice(slots_BT.rows.shape[1])
-            before = min(self.reach, local.start)
-            read = slice(local.start - before, local.stop)
+            read = slice(max(0, kept[0].start - self.reach), kept[-1].stop)
             slots_BT = slots_BT.select(read)
             documents_BT = None if documents_BT is None else documents_BT[:, read]
+            kept = tuple(slice(part.start - read.start, part.stop - read.start) for part in kept)
         total: Tensor | None = None
         for view, value_UW in enumerate(values):
             if len(self.extractors) == 0:
-                out = gather_rows(value_UW, slots_BT)
+                out = select_slices(gather_rows(value_UW, slots_BT), kept)
             else:
-                out = self.extractors[view % len(self.extractors)](value_UW, slots_BT, documents_BT)
+                out = self.extractors[view % len(self.extractors)](value_UW, slots_BT, documents_BT, kept)
             weighted = out * factors_M[view]
             total = weighted if total is None else total + weighted
         assert total is not None
-        return (total[:, before:] if before else total).to(dtype)
+        return total.to(dtype)

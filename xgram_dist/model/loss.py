@@ -139,11 +139,11 @@ class VocabParallelHead(nn.Module):
         """For evaluation: leave `token_scores` in `scores`, since an engine returns the loss alone."""
         self.scores: tuple[Tensor, Tensor] | None = None
 
-    def forward(self, hidden: Tensor, labels_BT: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, hidden: Tensor, labels_BT: Tensor, num_targets: Tensor | None = None) -> tuple[Tensor, Tensor]:
         if self.keeps_scores:
             self.scores = token_scores(hidden, self.weight, labels_BT, self.chunk, self.axis, self.passes)
         return vocab_parallel_cross_entropy(
-            hidden, self.weight, labels_BT, self.z_loss, self.chunk, self.axis, self.passes
+            hidden, self.weight, labels_BT, self.z_loss, self.chunk, self.axis, self.passes, num_targets
         )
 
 
@@ -155,6 +155,11 @@ def next_token_labels(tokens_BT: Tensor, unlabelled: int | None = None) -> Tenso
     return labels if unlabelled is None else labels.masked_fill(tokens_BT == unlabelled, IGNORE_INDEX)
 
 
+def count_targets(labels: Tensor) -> Tensor:
+    """At least 1."""
+    return (labels != IGNORE_INDEX).sum().clamp_min(1)
+
+
 def vocab_parallel_cross_entropy(
     hidden: Tensor,
     weight_VD: Tensor,
@@ -163,13 +168,16 @@ def vocab_parallel_cross_entropy(
     chunk: int = 2048,
     axis: TensorAxis = SINGLE_RANK,
     passes: ElementwisePasses = EAGER,
+    num_targets: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """(loss with z-loss, cross-entropy): means over the positions that have a target.
 
-    `hidden`: [B,T,D], or, with sequence parallelism, this rank's part of the sequence."""
+    `hidden`: [B,T,D], or, with sequence parallelism, this rank's part of the sequence. `num_targets`: what the sums are
+    divided by; by default the number of these positions."""
     hidden_BTD = column_parallel_input(hidden, axis)
     labels = labels_BT.reshape(-1)
-    num_targets = (labels != IGNORE_INDEX).sum().clamp_min(1)
+    if num_targets is None:
+        num_targets = count_targets(labels)
     needs_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight_VD.requires_grad)
     loss, cross_entropy = _ChunkedCrossEntropy.apply(
         hidden_BTD.flatten(0, 1), weight_VD, labels, num_targets, z_loss, chunk, axis, passes, needs_grad

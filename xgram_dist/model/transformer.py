@@ -4,7 +4,9 @@ In: tokens [B,T]; slots, the row of each token in the working set ([B,T], or [B,
 the working set's values by table name; the warm-up factor of the injection. Out: hidden states [B,T,D], or the loss.
 
 On a tensor axis each rank holds its shards of the parameters, gets the same tokens, and ends with the same loss and
-complete gradients; all collectives are those of parallel/tensor_parallel.py.
+complete gradients; all collectives are those of parallel/tensor_parallel.py. On a context axis each rank gets the same
+tokens, too, and computes its chunks of every sequence; its loss and gradients are shares
+(parallel/context_parallel.py).
 
 Shapes: B batch, T sequence, D width, U distinct tokens of a micro-batch, K keys of a position.
 """
@@ -20,8 +22,9 @@ from xgram_dist.model.attention import Attention
 from xgram_dist.model.document_attention import DocumentMask, build_document_mask, number_documents
 from xgram_dist.model.gather import Slots, sort_slots
 from xgram_dist.model.layers import RMSNorm, SwiGLU, rotary_cos_sin, vocab_parallel_embedding
-from xgram_dist.model.loss import VocabParallelHead, next_token_labels
+from xgram_dist.model.loss import VocabParallelHead, count_targets, next_token_labels
 from xgram_dist.model.methods.base import TOKEN_EMBEDDINGS, MemoryMethod, method_of
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.tensor_parallel import (
     SINGLE_RANK,
     TensorAxis,
@@ -41,14 +44,20 @@ class Block(nn.Module):
     projection (up), scale the output of the feed-forward (ffn), or add to the block's output (block, experts).
     """
 
-    def __init__(self, method: MemoryMethod, layer: int, axis: TensorAxis = SINGLE_RANK):
+    def __init__(
+        self,
+        method: MemoryMethod,
+        layer: int,
+        axis: TensorAxis = SINGLE_RANK,
+        context: ContextAxis = WHOLE_SEQUENCES,
+    ):
         super().__init__()
         model = method.model
         self.norms_after = model.norms == "after"
         self.attention_norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
-        self.attention = Attention(model, axis)
+        self.attention = Attention(model, axis, context)
         self.ffn_norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
-        sites = nn.ModuleDict(method.build_sites(layer, axis))
+        sites = nn.ModuleDict(method.build_sites(layer, axis, context))
         self.ffn = SwiGLU(model.width, model.ffn_width, axis, has_up="up" not in sites)
         self.sites = sites
         self.keys = method.layer_keys(layer)
@@ -68,7 +77,9 @@ class Block(nn.Module):
         """Returns the new x; with the site `block`, also its auxiliary loss.
 
         `x`: [B,T,D], or, with sequence parallelism, this rank's part of the sequence; slots, documents and mask are
-        those of the whole sequence. `values`: the working-set rows of this block's views, by site."""
+        those of the whole sequence. On a context axis, T are the positions that this rank computes, and slots and
+        documents those that it reads (context_parallel.py). `values`: the working-set rows of this block's views, by
+        site."""
         deltas = {
             site: injection(values[site], slots_BT, warmup, documents_BT, x.dtype)
             for site, injection in self.sites.items()
@@ -107,13 +118,14 @@ class Transformer(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
         end_of_text: int | None = None,
         axis: TensorAxis = SINGLE_RANK,
+        context: ContextAxis = WHOLE_SEQUENCES,
     ):
         """`compute_dtype`: of the residual stream. `end_of_text`: the token that ends a document, for masking.
-        `axis`: the ranks that share each layer. `build_model` (model/build.py) initialises the parameters and applies
-        the rest."""
+        `axis`: the ranks that share each layer. `context`: those that share each sequence. `build_model`
+        (model/build.py) initialises the parameters and applies the rest."""
         super().__init__()
         model, method = config.model, method_of(config)
-        self.axis = axis
+        self.axis, self.context = axis, context
         self.compute_dtype = compute_dtype
         self.end_of_text = end_of_text if model.document_masking else None
         self.unlabelled = end_of_text if model.label_masking else None
@@ -122,7 +134,7 @@ class Transformer(nn.Module):
         """Recompute each block in the backward pass."""
         # A parameter, not a module VocabParallelEmbedding: see `vocab_parallel_embedding`.
         self.embedding = sharded_parameter((model.vocabulary, model.width), 0, axis)
-        self.blocks = nn.ModuleList(Block(method, layer, axis) for layer in range(model.layers))
+        self.blocks = nn.ModuleList(Block(method, layer, axis, context) for layer in range(model.layers))
         self.norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
         self.side = method.build_input_network(axis)
         self.reads_embeddings = method.reads_embeddings
@@ -141,10 +153,22 @@ class Transformer(nn.Module):
         *,
         with_loss: bool = False,
     ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states after the final norm [B, T, D]; or what `loss` returns, for engines that wrap this call."""
+        """Hidden states after the final norm [B, T, D]; or what `loss` returns, for engines that wrap this call.
+
+        On a context axis tokens are those of whole sequences, slots those of the positions that this rank reads, and
+        hidden states and loss of those that it computes: the mean of the ranks' losses is the loss."""
         length = tokens_BT.shape[1]
-        rotary = (self.rotary_cos[:length], self.rotary_sin[:length])
+        cos, sin = (self.context.select(angles[:length], 0) for angles in (self.rotary_cos, self.rotary_sin))
+        rotary = (cos, sin)
         documents, mask = self._documents(tokens_BT)
+        if with_loss:
+            # Benchmarks put an end-of-text token before a text and score what follows.
+            unlabelled = None if self.head.keeps_scores else self.unlabelled
+            labels = next_token_labels(tokens_BT, unlabelled)
+            num_targets = count_targets(labels)
+            if self.context.size > 1:
+                num_targets = num_targets / self.context.size
+        tokens_BT = self.context.select(tokens_BT)
         x = vocab_parallel_embedding(tokens_BT, self.embedding, self.compute_dtype, self.axis)
         if self.side is not None:
             inputs = [values[name] for name in self.side.tables]  # type: ignore[union-attr]
@@ -184,9 +208,7 @@ class Transformer(nn.Module):
                 x = out
         hidden = self.norm(x)
         if with_loss:
-            # Benchmarks put an end-of-text token before a text and score what follows.
-            unlabelled = None if self.head.keeps_scores else self.unlabelled
-            loss, entropy = self.head(hidden, next_token_labels(tokens_BT, unlabelled))
+            loss, entropy = self.head(hidden, self.context.select(labels), num_targets)
             return loss + sum(auxiliary_losses) if auxiliary_losses else loss, entropy
         return gather_from_sequence_parallel_region(hidden, self.axis.sequence_axis, tensor_parallel_output_grad=False)
 
@@ -197,11 +219,14 @@ class Transformer(nn.Module):
         return self(tokens_BT, slots_BT, values, warmup, with_loss=True)
 
     def _documents(self, tokens_BT: Tensor) -> tuple[Tensor | None, DocumentMask | None]:
-        """With document masking: the document of each position [B,T], and the mask of attention, for all layers."""
+        """For all layers: with document masking the document of each position that is read; and the mask of attention,
+        which parts of sequences need, too."""
         if self.end_of_text is None:
-            return None, None
+            if self.context.size == 1:
+                return None, None
+            return None, build_document_mask(torch.zeros_like(tokens_BT), self.context)
         documents = number_documents(tokens_BT, self.end_of_text)
-        return documents, build_document_mask(documents)
+        return self.context.select_read(documents), build_document_mask(documents, self.context)
 
 
 def _any_number_of_rows(slots: Slots) -> None:

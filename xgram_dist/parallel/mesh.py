@@ -1,13 +1,16 @@
 """The mesh: which ranks share what. Every process group of a run is made in this file.
 
-    world = data x tensor          tensor is the innermost axis: neighbouring ranks share a layer
-    data  = replicate x shard      of a sharded backbone (HSDP); shard is the inner of the two
-    data  = replicas x rows          of the tables (`memory.shard`); rows is the inner of the two
+    world = pipeline x data x tensor   tensor is the innermost axis: neighbouring ranks share a layer
+    data  = batch x context            context is the inner of the two: neighbours share a sequence
+    data  = replicate x shard          of a sharded backbone (HSDP); shard is the inner of the two
+    data  = replicas x rows            of the tables (`memory.shard`); rows is the inner of the two
 
-Batches are sharded over the data axis, table rows over the rows axis, which is all of the data axis unless tables have
-replicas; columns of matrices and tables are sharded over the tensor axis. Every rank makes all groups of the world's
-backend, in the same order; the members of a group make its gloo twin. Any number of ranks works that the degrees
-divide.
+Each rank of the pipeline axis has some of the layers (a stage), and their tables. Sequences are dealt to the batch
+axis, and a sequence is cut over the context axis, so that each rank of the data axis has tokens of its own: gradients
+are averaged, and the backbone is sharded, over the data axis. Table rows are sharded over the rows axis, which is all
+of the data axis of a stage unless tables have replicas; columns of matrices and tables over the tensor axis. Every rank
+makes all groups of the world's backend, in the same order; the members of a group make its gloo twin. Any number of
+ranks works that the degrees divide.
 
     init_world           the world and its gloo twin, from the environment that torchrun, srun or `train --ranks` set:
                          RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT
@@ -43,6 +46,7 @@ from xgram_dist.parallel.rendezvous import START_SECONDS, RendezvousError, meet,
 class Mesh:
     world: ProcessGroup
     data: ProcessGroup
+    """The ranks of a stage that have tokens of their own: batch x context."""
     tensor: ProcessGroup
     replicate: ProcessGroup
     shard: ProcessGroup
@@ -53,9 +57,19 @@ class Mesh:
     exchange: ProcessGroup
     """The ranks of the rows axis, for the exchange of the tables. Where exchange and backbone overlap
     (`memory.overlap`), a group of its own: its messages are under way while the engine uses `data`."""
+    batch: ProcessGroup
+    """The ranks with different sequences: the data axis without its context ranks."""
+    context: ProcessGroup
+    """The ranks that share each sequence."""
+    pipeline: ProcessGroup
+    """The stages: ranks with the same tokens and other layers."""
 
     def __str__(self) -> str:
         axes = f"{self.world.size} ranks = {self.data.size} data x {self.tensor.size} tensor"
+        if self.pipeline.size > 1:
+            axes = axes.replace("=", f"= {self.pipeline.size} pipeline x")
+        if self.context.size > 1:
+            axes += f" (data = {self.batch.size} batch x {self.context.size} context)"
         if self.is_hybrid:
             axes += f" (data = {self.replicate.size} replicate x {self.shard.size} shard)"
         if self.replicas.size > 1:
@@ -105,7 +119,20 @@ def init_world(device: torch.device, timeout: float = 600.0) -> ProcessGroup:
 def single_mesh(ranks: ProcessGroup | None = None) -> Mesh:
     """All ranks on the data axis."""
     world = ranks or ProcessGroup()
-    return Mesh(world, world, ProcessGroup(), ProcessGroup(), world, world, ProcessGroup(), world)
+    one = ProcessGroup()
+    return Mesh(
+        world=world,
+        data=world,
+        tensor=one,
+        replicate=one,
+        shard=world,
+        rows=world,
+        replicas=one,
+        exchange=world,
+        batch=world,
+        context=one,
+        pipeline=one,
+    )
 
 
 def wrap_group(group: Any = None) -> ProcessGroup:
@@ -123,38 +150,44 @@ def wrap_group(group: Any = None) -> ProcessGroup:
 
 def build_mesh(config: Config, world: ProcessGroup) -> Mesh:
     check_degrees(config, world.size)
-    tensor, replicate = config.parallel.tensor, config.parallel.replicate
-    data = world.size // tensor
+    parallel = config.parallel
+    pipeline, tensor, context, replicate = parallel.pipeline, parallel.tensor, parallel.context, parallel.replicate
+    data = world.size // (pipeline * tensor)
     rows = _ranks_of_a_replica(config, world)
     overlap = config.memory.overlap
-    if tensor == 1 and replicate == 1 and rows == data:
+    if data == world.size and replicate == 1 and context == 1 and rows == data:
         mesh = single_mesh(world)
         return replace(mesh, exchange=_build_axis(world, [list(range(world.size))])) if overlap else mesh
+    grid = torch.arange(world.size).view(pipeline, data, tensor)
+    stages = [grid[p, :, t] for p in range(pipeline) for t in range(tensor)]
+    """The data axes of the world."""
+
+    def build_data_axis(outer: int, inner: int, *, is_inner: bool) -> ProcessGroup:
+        """One of the two axes that the data axis is the product of."""
+        parts = [stage.view(outer, inner) for stage in stages]
+        return _build_axis(world, [ranks for part in parts for ranks in (part if is_inner else part.t()).tolist()])
+
+    data_group = _build_axis(world, [stage.tolist() for stage in stages])
+    rows_group = build_data_axis(data // rows, rows, is_inner=True) if rows < data else data_group
     shard = data // replicate
-    grid = torch.arange(world.size).view(replicate, shard, tensor)
-    data_ranks = [grid[:, :, t].reshape(-1).tolist() for t in range(tensor)]
-    data_group = _build_axis(world, data_ranks)
-    rows_group, replicas_group, rows_ranks = data_group, ProcessGroup(), data_ranks
-    if rows < data:
-        replicas = torch.arange(world.size).view(data // rows, rows, tensor)
-        rows_ranks = [replicas[c, :, t].tolist() for c in range(data // rows) for t in range(tensor)]
-        rows_group = _build_axis(world, rows_ranks)
-        replicas_group = _build_axis(world, [replicas[:, r, t].tolist() for r in range(rows) for t in range(tensor)])
     return Mesh(
         world=world,
         data=data_group,
-        tensor=_build_axis(world, grid.view(data, tensor).tolist()),
-        replicate=_build_axis(world, [grid[:, s, t].tolist() for s in range(shard) for t in range(tensor)]),
-        shard=_build_axis(world, [grid[r, :, t].tolist() for r in range(replicate) for t in range(tensor)]),
+        tensor=_build_axis(world, grid.view(-1, tensor).tolist()),
+        replicate=build_data_axis(replicate, shard, is_inner=False),
+        shard=build_data_axis(replicate, shard, is_inner=True) if replicate > 1 else data_group,
         rows=rows_group,
-        replicas=replicas_group,
-        exchange=_build_axis(world, rows_ranks) if overlap else rows_group,
+        replicas=build_data_axis(data // rows, rows, is_inner=False),
+        exchange=build_data_axis(data // rows, rows, is_inner=True) if overlap else rows_group,
+        batch=build_data_axis(data // context, context, is_inner=False) if context > 1 else data_group,
+        context=build_data_axis(data // context, context, is_inner=True),
+        pipeline=_build_axis(world, grid.view(pipeline, -1).t().tolist()),
     )
 
 
 def _ranks_of_a_replica(config: Config, world: ProcessGroup) -> int:
     """Ranks of the data axis that hold the tables once (`memory.shard`)."""
-    data, shard = world.size // config.parallel.tensor, config.memory.shard
+    data, shard = world.size // (config.parallel.tensor * config.parallel.pipeline), config.memory.shard
     if shard != "node":
         return data if shard == "world" else shard
     nodes = world.host.all_gather_object(socket.gethostname())

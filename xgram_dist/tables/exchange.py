@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from xgram_dist.config import Config
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.device import begin_planning_thread
 from xgram_dist.parallel.mesh import Mesh, single_mesh
 from xgram_dist.tables.exchange_messages import ShardedWorkingSet, SlabExchange, Wire
@@ -49,9 +50,11 @@ class ShardedTables:
         mesh: Mesh | None = None,
         keys_of: NgramKeys | None = None,
         optimizer: str | None = None,
+        context: ContextAxis = WHOLE_SEQUENCES,
     ):
         """`layout`: with the columns of all ranks of the tensor axis. `keys_of`: for tables of n-grams; without it keys
-        are tokens. `optimizer`: the kind (optimizers/build.py); by default what the recipe says."""
+        are tokens. `optimizer`: the kind (optimizers/build.py); by default what the recipe says.
+        `context`: the ranks that share each sequence."""
         mesh = mesh or single_mesh()
         vocabulary = config.model.vocabulary
         self._ranks = mesh.rows
@@ -85,6 +88,7 @@ class ShardedTables:
             zero_copy=reads_in_place(config, same_device=shard_device == device, replicas=mesh.replicas.size),
             slots=self.shards.slot_sources,
             replicas=mesh.replicas.host,
+            context=context,
         )
         self._thread = ThreadPoolExecutor(1, "plan", begin_planning_thread, (device,))
 

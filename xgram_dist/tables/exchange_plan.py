@@ -35,6 +35,7 @@ from torch import Tensor
 from xgram_dist.config import Config
 from xgram_dist.config.schema import parse_bytes
 from xgram_dist.errors import UserError
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.device import PlanningPool, index_to_device
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.layout import Slab
@@ -225,11 +226,14 @@ class ExchangePlanner:
         zero_copy: bool = False,
         slots: list[SlotSource] | None = None,
         replicas: ProcessGroup | None = None,
+        context: ContextAxis = WHOLE_SEQUENCES,
     ):
         """`group`: the host group of the ranks that hold the tables together; `replicas`: of those that hold the same
         rows. `devices`: of the working set, and of the rows. `keys_of`: the keys of
         each position; without it, the token itself. `zero_copy`: local rows are read in place. `slots`: the shards,
-        where they keep touched rows only: plans then name slots instead of local rows."""
+        where they keep touched rows only: plans then name slots instead of local rows.
+        `context`: the ranks that share each sequence: tokens are those of whole sequences, slots those of the positions
+        that this rank reads."""
         self.group, self.replicas, self.rule = group, replicas or ProcessGroup(), rule
         self._order = OwnerOrder(group)
         self.device, self.shard_device = devices
@@ -241,12 +245,12 @@ class ExchangePlanner:
         self._pool = PlanningPool()
         self._requests: Requests
         if keys_of is not None:
-            self._requests = NgramRequests(keys_of, self._order, len(slabs), self._pool)
+            self._requests = NgramRequests(keys_of, self._order, len(slabs), self._pool, context)
         elif routing is not None:
             owners = [owners_of_tokens(routing, slab.view, sharding, num_keys) for slab in slabs]
-            self._requests = TokenRequests(TokenNumbering(owners, self._order, self.device), len(slabs))
+            self._requests = TokenRequests(TokenNumbering(owners, self._order, self.device), len(slabs), context)
         else:
-            self._requests = TokenRequests(RowNumbering(num_keys, self._order), len(slabs))
+            self._requests = TokenRequests(RowNumbering(num_keys, self._order), len(slabs), context)
         self._id_type = np.dtype(f"i{id_bytes(num_keys)}")
         self._num_rows = sharding.count(group.rank)
         self._dedup_rows = Dedup(self._num_rows)

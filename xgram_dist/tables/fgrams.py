@@ -24,6 +24,7 @@ from torch import Tensor
 
 from xgram_dist.errors import BadFileError
 from xgram_dist.files import int_array, int_scalar, read_npz, write_npz
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.device import set_thread_device, to_device
 from xgram_dist.tables.exchange_plan import Window
 from xgram_dist.tables.working_set import WorkingSet
@@ -150,9 +151,15 @@ class FgramLookup:
 
     overlap = False
 
-    def __init__(self, grams: Fgrams, device: torch.device, end_of_text: int | None = None):
-        """`end_of_text`: of `Fgrams.match`."""
-        self.grams, self.device, self._end = grams, device, end_of_text
+    def __init__(
+        self,
+        grams: Fgrams,
+        device: torch.device,
+        end_of_text: int | None = None,
+        context: ContextAxis = WHOLE_SEQUENCES,
+    ):
+        """`end_of_text`: of `Fgrams.match`. `context`: the ranks that share each sequence."""
+        self.grams, self.device, self._end, self._context = grams, device, end_of_text, context
         self._thread = ThreadPoolExecutor(1, "plan", set_thread_device, (device,))
 
     def plan(self, tokens: Tensor, *, whole: bool = False) -> "Future[list[Window]]":
@@ -164,7 +171,7 @@ class FgramLookup:
         return [self._window(micro_batches, tokens[micro_batches]) for micro_batches in windows]
 
     def _window(self, micro_batches: slice, tokens: Tensor) -> Window:
-        grams = self.grams.match(tokens.numpy(), self._end)
+        grams = self._context.select_read_on_host(self.grams.match(tokens.numpy(), self._end))
         # Number 0, no f-gram, is always among the keys.
         keys, index = np.unique(np.append(grams.reshape(-1), 0), return_inverse=True)
         slots = torch.from_numpy(index[:-1].reshape(grams.shape).astype(np.int64))

@@ -182,6 +182,14 @@ class Grams:
     ids: list[Integers]
     """The folded ids [G] of the n-grams, from the last token backwards."""
 
+    def select(self, select: Callable[[Integers], Integers]) -> "Grams":
+        """The n-grams that end at some of the positions."""
+        chosen = select(self.index)
+        if chosen is self.index:
+            return self
+        numbers, index = np.unique(chosen, return_inverse=True)
+        return Grams(index.reshape(chosen.shape).astype(np.int32), [ids[numbers] for ids in self.ids])
+
 
 class NgramKeys:
     """Maps tokens to keys, by way of their distinct n-grams: each is hashed once."""

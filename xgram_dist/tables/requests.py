@@ -23,6 +23,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.device import PlanningPool, index_to_device, to_device
 from xgram_dist.parallel.process_group import ProcessGroup
 from xgram_dist.tables.lookup import segment_sums
@@ -115,7 +116,7 @@ class Requests(ABC):
 
     @abstractmethod
     def plan(self, windows: list[Integers]) -> list[WindowRequest]:
-        """`windows`: the tokens of each."""
+        """`windows`: the tokens of each, in whole sequences."""
 
     @abstractmethod
     def count(self, tokens: Integers) -> int:
@@ -200,20 +201,23 @@ class TokenIndex(PositionIndex):
 
 
 class TokenRequests(Requests):
-    def __init__(self, numbering: TokenNumbering | RowNumbering, num_slabs: int):
-        self._numbering, self._slabs = numbering, range(num_slabs)
+    def __init__(
+        self, numbering: TokenNumbering | RowNumbering, num_slabs: int, context: ContextAxis = WHOLE_SEQUENCES
+    ):
+        self._numbering, self._slabs, self._context = numbering, range(num_slabs), context
         self._dedup = Dedup(numbering.limit)
 
     def plan(self, windows: list[Integers]) -> list[WindowRequest]:
         return [self._plan_window(tokens) for tokens in windows]
 
     def _plan_window(self, tokens: Integers) -> WindowRequest:
+        tokens = self._context.select_read_on_host(tokens)
         numbers_U, index = self._dedup(self._numbering.numbers(tokens))
         keys_U = self._numbering.keys(numbers_U)
         return WindowRequest(keys_U, TokenIndex(index), [self._numbering.request(s, keys_U) for s in self._slabs])
 
     def count(self, tokens: Integers) -> int:
-        return self._dedup.count(self._numbering.numbers(tokens))
+        return self._dedup.count(self._numbering.numbers(self._context.select_read_on_host(tokens)))
 
 
 # N-grams: the heads of each (layer, order) by themselves.
@@ -259,8 +263,16 @@ class HeadRows:
 
 
 class NgramRequests(Requests):
-    def __init__(self, keys: NgramKeys, order: OwnerOrder, num_slabs: int, pool: PlanningPool):
+    def __init__(
+        self,
+        keys: NgramKeys,
+        order: OwnerOrder,
+        num_slabs: int,
+        pool: PlanningPool,
+        context: ContextAxis = WHOLE_SEQUENCES,
+    ):
         self._keys, self._order, self._num_slabs, self._pool = keys, order, num_slabs, pool
+        self._context = context
         hashing = keys.hash
         self._groups = [(layer, o) for layer in range(len(hashing.multipliers)) for o in range(len(hashing.orders))]
         """(layer, order) of each group of heads."""
@@ -275,11 +287,15 @@ class NgramRequests(Requests):
         self._position = order.position.astype(self._cell_type)
 
     def plan(self, windows: list[Integers]) -> list[WindowRequest]:
-        grams = self._pool.map(self._keys.grams, windows)
+        grams = self._pool.map(self._grams, windows)
         return [self._plan_window(of_window) for of_window in grams]
 
     def count(self, tokens: Integers) -> int:
-        return sum(len(head.cell_D) for head in self._heads(self._keys.grams(tokens)))
+        return sum(len(head.cell_D) for head in self._heads(self._grams(tokens)))
+
+    def _grams(self, tokens: Integers) -> list[Grams]:
+        """Of the positions that are read; they reach over all tokens before these."""
+        return [grams.select(self._context.select_read_on_host) for grams in self._keys.grams(tokens)]
 
     def _heads(self, grams: list[Grams]) -> list[HeadRows]:
         """All heads, by layer and order."""

@@ -1,7 +1,7 @@
 """What a run does every so many steps beside training: validation, diagnosis, evaluation.
 
 Each goes through the run's own engine, tables and ranks; nothing is gathered, on any engine and tensor degree. All
-ranks call `run` at the same steps. Batches are dealt to the ranks of the data axis in turn; a rank without a batch in
+ranks call `run` at the same steps. Batches are dealt to the ranks of the batch axis in turn; a rank without a batch in
 the last round repeats another and discards the result, because every rank must take part in the collectives.
 """
 
@@ -86,11 +86,12 @@ class Validation:
         data, device = self._mesh.data, self._engine.device
         total = torch.zeros((), device=device, dtype=torch.float64)
         warmup = _warmup(self._config, step, device)
-        for tokens_BT, counts in _deal(self.batches, data):
+        for tokens_BT, counts in _deal(self.batches, self._mesh.batch):
             _, cross_entropy = _forward(self._engine, self._lookup, tokens_BT, warmup)
             if counts:
                 total += cross_entropy
-        return float(data.all_reduce_sum(total) / len(self.batches))
+        # The mean over the ranks that share a sequence is its cross-entropy.
+        return float(data.all_reduce_sum(total) / (len(self.batches) * self._mesh.context.size))
 
     def close(self) -> None:
         pass
@@ -112,7 +113,7 @@ class Diagnosis:
 
     @torch.no_grad()
     def run(self, step: int) -> tuple[dict[str, Any], str]:
-        tensor = self._mesh.tensor
+        tensor, context = self._mesh.tensor, self._engine.model.context  # type: ignore[attr-defined]
         shards = shards_of(self._lookup)
         tables = [name for shard in shards or () for name in shard.slab.columns()]
         sums = RunningSums()
@@ -120,10 +121,10 @@ class Diagnosis:
         observers = (LayerCosines(sums), views, SiteNorms(sums, TENSOR_PARALLEL_SITES, tensor))
         warmup = _warmup(self._config, step, self._engine.device)
         with observe_forward(self._engine.model, observers):  # type: ignore[attr-defined]
-            for tokens_BT, counts in _deal(self._batches, self._mesh.data):
+            for tokens_BT, counts in _deal(self._batches, self._mesh.batch):
                 sums.enabled = counts
                 working, _ = _forward(self._engine, self._lookup, tokens_BT, warmup)
-                views.add_retrieved(working.values, working.slots)
+                views.add_retrieved(working.values, context.without_before(working.slots))
         totals = sums.all_reduce(self._group)
         cosines = layer_cosines(totals, self._config.model.layers)
         figures = {f"cosine_{part}_{layer}": v for part in COSINE_PARTS for layer, v in enumerate(cosines[part])}
@@ -182,10 +183,10 @@ class Evaluation:
         self._scratch.cleanup()
 
 
-def _deal(batches: list[Tensor], data: ProcessGroup) -> Iterator[tuple[Tensor, bool]]:
-    """(batch of this rank, whether its result counts), as often on every rank of the data axis."""
-    for first in range(0, len(batches), data.size):
-        mine = first + data.rank
+def _deal(batches: list[Tensor], ranks: ProcessGroup) -> Iterator[tuple[Tensor, bool]]:
+    """(batch of this rank, whether its result counts), as often on every rank. `ranks`: those with other sequences."""
+    for first in range(0, len(batches), ranks.size):
+        mine = first + ranks.rank
         yield (batches[mine], True) if mine < len(batches) else (batches[0], False)
 
 

@@ -41,7 +41,8 @@ class Spikes:
         return self._guard.is_spike(loss, 0.0)
 
     def write(self, step: int, facts: dict[str, Any], losses: list[float]) -> str | None:
-        """The file of a step, with `losses` of this rank's micro-batches; its name on the first rank. `facts`: with the
+        """The file of a step, with `losses` of this rank's micro-batches, none where another
+        rank has the same ones; its name on the first rank. `facts`: with the
         `position` at which its batch began. All ranks call it: one all-gather."""
         if self._files >= MAX_FILES:
             return None
@@ -60,6 +61,8 @@ class Spikes:
 
     def _micro_batches(self, position: int, losses: list[float]) -> list[dict[str, Any]]:
         """Of this rank, the worst first, as many as `MAX_SEQUENCES` allows."""
+        if not losses:
+            return []
         try:
             files = self._data.tokenizer_files()
             tokenizer = load_tokenizer(files[0], self._data.manifest.end_of_text_name) if files else None

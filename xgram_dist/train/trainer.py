@@ -104,12 +104,12 @@ class Trainer:
         self.device = _set_up_process(config, self.ranks, folder)
         # Data, and what is derived from it
         self.data, batches = _open_data(config)
-        self.loader = build_loader(config, self.data, self.mesh.data.rank, self.mesh.data.size)
+        self.loader = build_loader(config, self.data, self.mesh.batch.rank, self.mesh.batch.size)
         end_of_text = self.data.manifest.end_of_text
         self.routing = resolve_routing(config, self.data)
         check_agreement(self.ranks, config, self.routing, self.data.fingerprint)
         # Backbone, tables, optimizer
-        model = build_model(config, self.device, end_of_text, self.mesh.tensor)
+        model = build_model(config, self.device, end_of_text, self.mesh.tensor, self.mesh.context)
         self.engine = build_engine(config, model, self.mesh, self.device)
         self.keys, keys_summary = resolve_keys(config, self.data, self.ranks)
         kind = choose_optimizer(config, touched_share(config, self.data, self.routing))
@@ -196,7 +196,7 @@ class Trainer:
         if self.suspect is not None:
             return False
         self._check_skipped(step, position, result)
-        self.throughput.add(batch.tokens_ABT.numel() * self.mesh.data.size)
+        self.throughput.add(batch.tokens_ABT.numel() * self.mesh.batch.size)
         if step == self.start + 1:
             self.clock.mark("first_step")
         if step % self.config.train.log_every == 0 or step in (self.start + 1, last):
@@ -270,7 +270,7 @@ class Trainer:
             if not self.spikes.is_spike(result.host_loss):
                 return
         loss, norm, limit = float(result.loss), float(result.gradient_norm), self.config.train.max_skipped
-        losses = [float(one) for one in result.micro_losses]
+        losses = self._micro_losses(result)
         kind = "spike" if result.applied else "skipped"
         facts = {"loss": loss, "gradient_norm": norm, "position": position}
         documents = self.spikes.write(step, {"kind": kind, **facts}, losses)
@@ -292,6 +292,14 @@ class Trainer:
                 f"memory.learning_rate.multiplier, or look at the data of these steps; the weights before them are in "
                 f"the checkpoint of step {step}"
             )
+
+    def _micro_losses(self, result: StepResult) -> list[float]:
+        """Of this rank's micro-batches. The ranks that share sequences have a part of each loss; the first of them gets
+        the losses, the others none."""
+        context = self.mesh.context
+        losses = torch.stack(result.micro_losses)
+        context.all_reduce_mean([losses])
+        return losses.tolist() if context.first else []
 
     def _agree(self, step: int, request: StopRequest) -> tuple[bool, bool]:
         """(stop, save), the same on all ranks."""

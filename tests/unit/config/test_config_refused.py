@@ -162,6 +162,31 @@ def test_text_that_is_no_unicode_is_refused() -> None:
         ({"memory.compression": 0.087}, ["87 rows"]),
         ({"memory.routing.vip": 124}, ["500 rows", "memory.routing.vip = 124"]),
         ({"memory.routing.vip": 1001, "memory.routing.copies": 0}, ["memory.routing.vip = 1001"]),
+        (
+            {"parallel.context": 2, "model.sequence_length": 30},
+            ["model.sequence_length = 30", "2 x parallel.context = 4", "multiple of 4", "smaller degree"],
+        ),
+        (
+            {
+                "parallel.context": 2,
+                "model.sequence_length": 64,
+                "data.stages": [{"from_tokens": 0, "sequence_length": 2}],
+            },
+            ["data.stages[0].sequence_length = 2", "2 x parallel.context = 4"],
+        ),
+        (
+            {
+                "parallel.context": 2,
+                "parallel.tensor": 4,
+                "parallel.sequence_parallel": True,
+                "model.sequence_length": 36,
+            },
+            ["model.sequence_length = 36", "parallel.context x parallel.tensor = 8", "multiple of 8"],
+        ),
+        (
+            {"parallel.context": 8, "model.sequence_length": 32},
+            ["parallel.context = 8", "32 tokens into chunks of 2", "memory.method = xgram reads 4", "smaller degree"],
+        ),
     ],
 )
 def test_keys_that_cannot_stand_together_are_named_with_their_values(changes: dict[str, Any], parts: list[str]) -> None:
@@ -193,6 +218,15 @@ def test_what_is_just_within_the_limits_is_taken(changes: dict[str, Any]) -> Non
 @pytest.mark.parametrize(("ranks", "expected"), [(1, 4), (2, 2), (4, 1)])
 def test_accumulation_is_the_share_of_a_rank(ranks: int, expected: int) -> None:
     assert accumulation(build_config(small_tree()), ranks) == expected
+
+
+def test_ranks_that_share_a_sequence_count_once() -> None:
+    config = build_config(changed({"parallel.context": 2, "model.sequence_length": 64}))
+    assert [accumulation(config, ranks) for ranks in (2, 4, 8)] == [4, 2, 1]
+    with pytest.raises(UserError, match=r"x 8 ranks \(of 16, parallel\.context = 2 share a sequence\)"):
+        accumulation(config, 16)
+    with pytest.raises(UserError, match=r"parallel\.context = 2 does not divide the 3 rank"):
+        accumulation(config, 3)
 
 
 @pytest.mark.parametrize("ranks", [3, 8])

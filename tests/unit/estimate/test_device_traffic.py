@@ -16,6 +16,7 @@ from xgram_dist.model.layers import rotary_cos_sin
 from xgram_dist.model.loss import vocab_parallel_cross_entropy
 from xgram_dist.model.methods.base import method_of, table_layout
 from xgram_dist.model.transformer import Block
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES
 from xgram_dist.parallel.mesh import single_mesh
 from xgram_dist.parallel.tensor_parallel import SINGLE_RANK
 from xgram_dist.tables.layout import routing_settings
@@ -91,7 +92,7 @@ ROWS = 32
 
 def count_site(settings, site, backward):
     """(fused bytes, bytes of segment sums) of one site."""
-    injection = method_of(settings).build_sites(0, SINGLE_RANK)[site]
+    injection = method_of(settings).build_sites(0, SINGLE_RANK, WHOLE_SEQUENCES)[site]
     width = next(table.width for table in table_layout(settings).tables if table.site == site)
     names = [name for name, _ in injection.named_parameters()]
 

@@ -9,8 +9,12 @@ import pytest
 from config_helpers import RECIPES, small_tree
 
 from xgram_dist.config import build_config, load_config
+from xgram_dist.estimate.comm import Axes
 from xgram_dist.estimate.flops import plan_budget
-from xgram_dist.model.methods.base import method_of
+from xgram_dist.estimate.layout import plan_layout
+from xgram_dist.estimate.step_time import Machine
+from xgram_dist.estimate.traffic import zipf_traffic
+from xgram_dist.model.methods.base import load_recipe, method_of
 from xgram_dist.optim.schedule import warmup_steps
 from xgram_dist.tables.optimizers.build import table_multipliers
 
@@ -32,7 +36,8 @@ PAPER = [(size, "vanilla", None) for size in SIZES] + [
 
 
 def of_size(size: str) -> list[Path]:
-    found = [path for path in sorted((RECIPES / size).glob("*.yaml")) if path.stem != "base"]
+    longer = ("32k", "128k")
+    found = [path for path in sorted((RECIPES / size).glob("*.yaml")) if not path.stem.endswith(("base", *longer))]
     # Vanilla and X-gram; Retoken, MoRT, Engram, PLE; the first two at the tables' learning rate; STEM, MoLE, SCONE.
     assert len(found) == 7 + 3 * 4 + 3 * 2 + 3
     return found
@@ -157,6 +162,21 @@ def test_one_times_at_fifty_percent_to_the_last_parameter() -> None:
     assert budget.gate_parameters == 1_519_360
     assert budget.tokens_per_step == 8_388_608
     assert budget.training_tokens == pytest.approx(41e9, rel=0.01)
+
+
+@pytest.mark.parametrize("folder", [*SIZES, "extend"])
+def test_recipes_of_longer_sequences_fit_a_gpu_and_keep_the_tokens_of_a_step(folder: str) -> None:
+    paths = sorted((RECIPES / folder).glob("*k.yaml"))
+    assert len(paths) == (4 if folder == "extend" else 2)
+    for path in paths:
+        config = load_recipe(path)
+        length, degree = (32_768, 2) if path.stem.endswith("-32k") else (131_072, 4)
+        assert (config.model.sequence_length, config.parallel.context) == (length, degree)
+        assert plan_budget(config).tokens_per_step == 8_388_608
+        for stage in config.data.stages:
+            assert stage.from_tokens % plan_budget(config).tokens_per_step == 0
+        axes = Axes.of(config, 16)
+        assert plan_layout(config, axes, Machine(), zipf_traffic(config)(16)).device_bytes < 40e9
 
 
 @pytest.mark.parametrize("size", SIZES)

@@ -15,6 +15,7 @@ from xgram_dist.model import document_attention as module
 from xgram_dist.model import transformer
 from xgram_dist.model.document_attention import Documents, build_block_mask, document_attention, number_documents
 from xgram_dist.model.loss import next_token_labels
+from xgram_dist.parallel.context_parallel import ContextAxis
 from xgram_dist.tables.fgrams import count_grams
 
 END = 0
@@ -104,6 +105,57 @@ def test_blocks_are_those_that_torch_finds_position_by_position(length, share_of
         assert torch.equal(index * used, expected_index * used), kind
 
 
+CONTEXTS = [(rank, size) for size in (2, 3) for rank in range(size)]
+
+
+@pytest.mark.parametrize(("rank", "size"), CONTEXTS)
+@pytest.mark.parametrize("length", [24, 768, 1536])
+@pytest.mark.parametrize("share_of_ends", [0.0, 0.004, 0.05, 1.0])
+def test_blocks_of_a_cut_sequence_see_all_that_is_visible_and_nothing_else(rank, size, length, share_of_ends):
+    context, documents = ContextAxis(rank, size), documents_of(length, share_of_ends)
+    mask = build_block_mask(documents, context)
+    positions = torch.cat([torch.arange(length)[part] for part in context.computed(length)])
+    expected = dense_mask(documents)[:, :, positions]
+    queries, keys = torch.arange(len(positions)), torch.arange(length)
+    visible = mask.mask_mod(torch.arange(2)[:, None, None], torch.tensor(0), queries[:, None], keys)[:, None]
+    assert torch.equal(visible, expected)
+    full, partial = (blocks_of(mask, kind, visible.shape) for kind in ("full_kv", "kv"))
+    assert torch.equal(full | (partial & visible), expected)
+    if length == 1536:  # no block lies across chunks: none is looked at in vain
+        by_block = expected[:, 0].unflatten(1, (-1, module.BLOCK)).unflatten(3, (-1, module.BLOCK))
+        needed = by_block.any(4).any(2)
+        assert int(mask.kv_num_blocks.sum() + mask.full_kv_num_blocks.sum()) == int(needed.sum())
+
+
+def blocks_of(mask, kind, shape):
+    """The positions in the blocks of a kind."""
+    count, index = (getattr(mask, f"{kind}_{part}")[:, 0] for part in ("num_blocks", "indices"))
+    chosen = torch.zeros(*count.shape, index.shape[-1], dtype=torch.bool)
+    chosen.scatter_(2, index.long(), torch.arange(index.shape[-1]) < count[..., None])
+    whole = chosen.repeat_interleave(module.BLOCK, 1).repeat_interleave(module.BLOCK, 2)
+    return whole[:, None, : shape[2], : shape[3]]
+
+
+@pytest.mark.parametrize(("rank", "size"), CONTEXTS)
+@pytest.mark.parametrize("share_of_ends", [0.0, 0.1, 1.0])
+def test_spans_of_a_cut_sequence_equal_the_dense_mask_with_gradients(monkeypatch, rank, size, share_of_ends):
+    monkeypatch.setattr(module, "QUERIES", 7)
+    context, documents = ContextAxis(rank, size), documents_of(60, share_of_ends)
+    positions = torch.cat([torch.arange(60)[part] for part in context.computed(60)])
+    mask = dense_mask(documents)[:, :, positions]
+
+    def selected(attend):
+        return lambda q, k, v: attend(q[:, :, positions], k, v)
+
+    found = with_gradients(
+        selected(lambda *qkv: document_attention(*qkv, module.Spans(documents, context))), torch.float64, 60
+    )
+    expected = with_gradients(
+        selected(lambda *qkv: F.scaled_dot_product_attention(*qkv, attn_mask=mask, enable_gqa=True)), torch.float64, 60
+    )
+    torch.testing.assert_close(found, expected)
+
+
 class LargestTensor(TorchDispatchMode):
     def __init__(self):
         super().__init__()
@@ -128,9 +180,9 @@ def test_no_tensor_of_sequence_by_sequence_is_made():
 def test_the_mask_is_built_once_for_all_layers(monkeypatch, recomputed):
     built = []
 
-    def build(documents_BT):
+    def build(documents_BT, context):
         built.append(documents_BT)
-        return module.build_document_mask(documents_BT)
+        return module.build_document_mask(documents_BT, context)
 
     monkeypatch.setattr(transformer, "build_document_mask", build)
     train = {**tiny.BASE["train"], "activation_checkpointing": recomputed}

@@ -7,8 +7,9 @@ import torch
 
 from xgram_dist.config import build_config
 from xgram_dist.model.build import build_lookup, initialise
-from xgram_dist.model.methods.base import table_layout
+from xgram_dist.model.methods.base import method_of, table_layout
 from xgram_dist.model.transformer import Transformer
+from xgram_dist.parallel.context_parallel import context_axis
 from xgram_dist.parallel.tensor_parallel import global_shape_and_offset, tensor_axis, tensor_dim, tensor_slice
 from xgram_dist.tables.layout import routing_settings
 from xgram_dist.tables.routing_build import build_routing
@@ -109,9 +110,9 @@ def dense_gradients(state):
     return rows, gates
 
 
-def model(settings, dtype=torch.float32, end_of_text=None, tensor=None):
+def model(settings, dtype=torch.float32, end_of_text=None, tensor=None, context=None):
     axis = tensor_axis(tensor, settings.parallel.sequence_parallel)
-    made = Transformer(settings, dtype, end_of_text, axis)
+    made = Transformer(settings, dtype, end_of_text, axis, context_axis(context, method_of(settings).reach))
     initialise(made, settings)
     made.activation_checkpointing = settings.train.activation_checkpointing
     # Move what starts at a special value, so that a forgotten factor shows.

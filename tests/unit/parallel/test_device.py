@@ -2,6 +2,7 @@
 
 import os
 import threading
+from dataclasses import replace
 
 import pytest
 import torch
@@ -150,14 +151,13 @@ def test_tables_in_host_memory_reduce_over_gloo(monkeypatch, backend, uses_host,
     import tiny_models as tiny
 
     from xgram_dist.model.build import build_lookup
-    from xgram_dist.parallel.mesh import Mesh
+    from xgram_dist.parallel.mesh import single_mesh
     from xgram_dist.parallel.process_group import ProcessGroup
 
     monkeypatch.setattr(dist, "get_backend", lambda group: group)
-    one = ProcessGroup()
     tensor = ProcessGroup(0, 2, backend, host=ProcessGroup(0, 2, "gloo"))
     config = tiny.config(memory={"placement": "host", **memory}, parallel={"engine": "replicated", "tensor": 2})
-    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, Mesh(one, one, tensor, one, one, one, one, one))
+    lookup = build_lookup(config, tiny.routing(config), tiny.CPU, replace(single_mesh(), tensor=tensor))
     expected = tensor.host if uses_host else tensor
     for shard in lookup.shards:
         assert shard.tensor_group is expected

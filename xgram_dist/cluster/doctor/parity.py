@@ -118,16 +118,17 @@ class TrainedModel:
             frequencies = 1.0 / np.arange(1, config.model.vocabulary + 1)
             routing = build_routing(frequencies, routing_settings(config), layout.num_views)
         mesh.world.phases.device = device
-        self.engine = build_engine(config, build_model(config, device, None, mesh.tensor), mesh, device)
+        model = build_model(config, device, None, mesh.tensor, mesh.context)
+        self.engine = build_engine(config, model, mesh, device)
         keys = Folding.identity(config.model.vocabulary) if method_of(config).num_ngram_keys else None
         self.lookup = build_lookup(config, routing, device, mesh, keys)
         self.optimizer = JointOptimizer(config, self.engine, self.lookup, mesh)
 
     def batch(self, step: int) -> Tensor:
         """[A,B,T]: this rank's part of the step's tokens."""
-        train, data = self.config.train, self.mesh.data
+        train, batch = self.config.train, self.mesh.batch
         tokens = zipf_tokens(self.config, train.global_batch, step)
-        mine = tokens[data.rank * len(tokens) // data.size : (data.rank + 1) * len(tokens) // data.size]
+        mine = tokens[batch.rank * len(tokens) // batch.size : (batch.rank + 1) * len(tokens) // batch.size]
         return mine.view(-1, train.micro_batch, self.config.model.sequence_length)
 
     def losses(self, steps: int) -> Losses:

@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from xgram_dist.data.dataset import PreparedData
+    from xgram_dist.parallel.context_parallel import ContextAxis
     from xgram_dist.parallel.mesh import Mesh
     from xgram_dist.parallel.tensor_parallel import TensorAxis
     from xgram_dist.tables.working_set import Lookup
@@ -227,12 +228,27 @@ class MemoryMethod:
 
         if not self.trains_tables:
             return NoTables(device)
-        return ShardedTables(self.config, self.layout(), routing, device, mesh, optimizer=optimizer)
+        return ShardedTables(
+            self.config, self.layout(), routing, device, mesh, optimizer=optimizer, context=self.context_of(mesh)
+        )
+
+    def context_of(self, mesh: Mesh | None) -> ContextAxis:
+        """The ranks that share each sequence, and how far this method reads before a chunk."""
+        from xgram_dist.parallel.context_parallel import context_axis
+
+        return context_axis(None if mesh is None else mesh.context, self.reach)
 
     # Network
 
-    def build_sites(self, layer: int, axis: TensorAxis) -> dict[str, nn.Module]:
-        """The modules of a block, by site. Each has `tables`, the names of the tables it reads."""
+    @property
+    def reach(self) -> int:
+        """Most positions before the current one that its sites read. Where a sequence is cut (`parallel.context`), so
+        many are read before each chunk."""
+        return 0
+
+    def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
+        """The modules of a block, by site. Each has `tables`, the names of the tables it reads. On a context axis,
+        slots and documents are those of the positions that are read; `reach` before each chunk are not computed."""
         return {}
 
     def build_input_network(self, axis: TensorAxis) -> nn.Module | None:
@@ -271,6 +287,15 @@ class MemoryMethod:
     def activation_numbers(self, layer: int, tensor: int) -> float:
         """fp32 numbers that a block's sites keep of a token for the backward pass, on one of `tensor` ranks."""
         return float(sum(site.views * site.width for site in self.sites().values() if layer in site.layers))
+
+    def exchanged_positions(self, layer: int) -> int:
+        """Positions before a chunk of a sequence whose hidden states a block gets from another rank of the context
+        axis."""
+        return 0
+
+    def summed_numbers(self, layer: int) -> int:
+        """Numbers of a micro-batch that a block sums over the context axis."""
+        return 0
 
     # Inference
 
@@ -342,6 +367,8 @@ def check_method(config: Config) -> None:
             f"parallel.sequence_parallel is not offered with memory.method = {method.name}; take it out, "
             f"parallel.tensor alone will do"
         )
+    if config.parallel.context > 1:
+        _check_context(method)
     method.check()
 
 
@@ -387,6 +414,19 @@ def _check_keys(method: MemoryMethod) -> None:
             raise _unread(f"memory.{key}", method, [m for m in _all_methods() if _reads(m, key)])
     if memory.learning_rate.scales != "backbone" and not method.zero_initialised_scales:
         raise _unread("memory.learning_rate.scales", method, [m for m in _all_methods() if m.zero_initialised_scales])
+
+
+def _check_context(method: MemoryMethod) -> None:
+    """A chunk of a sequence must not be shorter than what is read before the next."""
+    model, context = method.model, method.config.parallel.context
+    lengths = [model.sequence_length, *(stage.sequence_length for stage in method.config.data.stages)]
+    shortest = min(length for length in lengths if length is not None)
+    if shortest < 2 * context * method.reach:
+        raise UserError(
+            f"parallel.context = {context} cuts sequences of {shortest} tokens into chunks of "
+            f"{shortest // (2 * context)}, but memory.method = {method.name} reads {method.reach} tokens before each; "
+            f"set a smaller degree"
+        )
 
 
 def _unread(key: str, method: MemoryMethod, readers: list[type[MemoryMethod]]) -> UserError:

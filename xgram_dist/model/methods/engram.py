@@ -6,7 +6,8 @@
 
 The rows of all layers, orders and heads lie one after the other in a single table, so that a key is a row and one
 exchange moves them all. Every rank of a tensor axis holds the hidden state, the rows and the matrices whole, and
-computes the same.
+computes the same. Where sequences are cut over a context axis, the convolution reads y of other ranks' positions: the
+hidden states of the last k - 1 positions of each chunk are exchanged, and y is computed there, too.
 Shapes: B batch, T sequence, D width, E width of e, K keys of a position in this layer, U distinct keys, W width of a
 row.
 """
@@ -29,6 +30,7 @@ from xgram_dist.model.gather import Slots, gather_rows
 from xgram_dist.model.injection import shifted
 from xgram_dist.model.layers import RMSNorm, at_least_fp32
 from xgram_dist.model.methods.base import Keys, MemoryMethod, check_layers
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis, exchange_before
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.parallel.tensor_parallel import TensorAxis
 from xgram_dist.tables.exchange import ShardedTables
@@ -182,12 +184,17 @@ class Engram(MemoryMethod):
         folding = keys if isinstance(keys, Folding) else Folding.identity(self.model.vocabulary)
         document_end = end_of_text if self.model.document_masking else None
         keys_of = NgramKeys(self.ngram_hash(), folding.ids, document_end)
-        return ShardedTables(self.config, self.layout(), routing, device, mesh, keys_of, optimizer)
+        context = self.context_of(mesh)
+        return ShardedTables(self.config, self.layout(), routing, device, mesh, keys_of, optimizer, context)
 
     # Network
 
-    def build_sites(self, layer: int, axis: TensorAxis) -> dict[str, nn.Module]:
-        return {"ngram": EngramSite(self)} if layer in self.layers else {}
+    @property
+    def reach(self) -> int:
+        return self.memory.engram.taps - 1
+
+    def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
+        return {"ngram": EngramSite(self, context)} if layer in self.layers else {}
 
     def initialise(self, name: str, value: Tensor, generator: torch.Generator) -> bool:
         if not name.endswith(".kernel"):
@@ -211,6 +218,9 @@ class Engram(MemoryMethod):
         kept = 2 * self.width + (self.memory.engram.taps + 8) * self.model.width
         return kept if layer in self.layers else 0
 
+    def exchanged_positions(self, layer: int) -> int:
+        return self.reach if layer in self.layers else 0
+
     # Inference
 
     def decoder_spec(self, warmup: float) -> dict[str, Any]:
@@ -231,8 +241,9 @@ class Engram(MemoryMethod):
 
 
 class EngramSite(nn.Module):
-    def __init__(self, method: Engram):
+    def __init__(self, method: Engram, context: ContextAxis = WHOLE_SEQUENCES):
         super().__init__()
+        self.context = context
         model = method.model
         self.tables = [table.name for table in method.layout().tables]
         self.value = nn.Parameter(torch.zeros(model.width, method.width))
@@ -245,6 +256,7 @@ class EngramSite(nn.Module):
     def forward(self, x_BTD: Tensor, values: list[Tensor], slots_BTK: Slots, documents_BT: Tensor | None) -> Tensor:
         """`values`: the rows of the distinct keys [U, W]; `slots_BTK`: those of this layer's keys."""
         (value_UW,) = values
+        x_BTD = exchange_before(x_BTD, self.context)
         e_BTE = gather_rows(value_UW, slots_BTK).flatten(2).to(x_BTD.dtype)
         key = at_least_fp32(self.key_norm(F.linear(e_BTE, self.key.to(e_BTE.dtype))))
         score = (key * at_least_fp32(self.query_norm(x_BTD))).sum(-1, keepdim=True) / math.sqrt(x_BTD.shape[-1])
@@ -252,4 +264,4 @@ class EngramSite(nn.Module):
         y = gate * at_least_fp32(F.linear(e_BTE, self.value.to(e_BTE.dtype)))
         normed, kernel = self.output_norm(y), self.kernel.to(y.dtype)
         taps = [shifted(normed, step, documents_BT) * kernel[step] for step in range(len(kernel))]
-        return x_BTD + (y + F.silu(sum(taps[1:], taps[0]))).to(x_BTD.dtype)
+        return self.context.without_before(x_BTD + (y + F.silu(sum(taps[1:], taps[0]))).to(x_BTD.dtype))

@@ -19,6 +19,7 @@ from xgram_dist.config import Config
 from xgram_dist.model.gather import Slots, gather_rows
 from xgram_dist.model.layers import RMSNorm, SwiGLU, at_least_fp32
 from xgram_dist.model.methods.base import TOKEN_EMBEDDINGS, ComputedTables, Keys, MemoryMethod, check_layers
+from xgram_dist.parallel.context_parallel import ContextAxis
 from xgram_dist.parallel.tensor_parallel import SINGLE_RANK, TensorAxis
 
 
@@ -37,7 +38,7 @@ class MoLE(MemoryMethod):
     def check(self) -> None:
         check_layers(self.config, "mole", self.memory.mole.layers)
 
-    def build_sites(self, layer: int, axis: TensorAxis) -> dict[str, nn.Module]:
+    def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
         return {"experts": MoleSite(self.config, axis)} if layer in self.layers else {}
 
     def retrieved_width(self) -> int:

@@ -5,7 +5,8 @@
     inject     h <- h + 1/sqrt(2 L) * s * mix / |mix|, s a vector that starts at 0
 
 An auxiliary loss keeps all views in use: balance * M / (N^2 k) * sum over m of (sum over positions of sigmoid(z_m)) *
-(positions that chose m), for the N positions of a micro-batch; no gradient flows through the count.
+(positions that chose m), for the N positions of a micro-batch; no gradient flows through the count. Where sequences
+are cut over a context axis, the count is summed over it: one all-reduce of M numbers.
 Every rank of a tensor axis holds the residual stream, the vectors and the router whole, and computes the same.
 Shapes: B batch, T sequence, D width, U distinct tokens, M views.
 """
@@ -21,6 +22,7 @@ from xgram_dist.config import Config
 from xgram_dist.errors import UserError
 from xgram_dist.model.gather import Slots, gather_rows
 from xgram_dist.model.methods.base import MemoryMethod, check_layers
+from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.tensor_parallel import TensorAxis
 from xgram_dist.tables.layout import TableSite
 
@@ -42,8 +44,8 @@ class MoRT(MemoryMethod):
         settings = self.memory.mort
         return {"block": TableSite(self.resolve_layers(settings.layers), self.model.width, settings.views)}
 
-    def build_sites(self, layer: int, axis: TensorAxis) -> dict[str, nn.Module]:
-        return {"block": MortSite(self.config, layer)} if layer in self.sites()["block"].layers else {}
+    def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
+        return {"block": MortSite(self.config, layer, context)} if layer in self.sites()["block"].layers else {}
 
     def initialise(self, name: str, value: Tensor, generator: torch.Generator) -> bool:
         if self.is_table_scale(name):
@@ -63,6 +65,10 @@ class MoRT(MemoryMethod):
         site = self.sites()["block"]
         return (site.views + 3) * site.width if layer in site.layers else 0
 
+    def summed_numbers(self, layer: int) -> int:
+        site = self.sites()["block"]
+        return site.views if layer in site.layers else 0
+
     def decoder_spec(self, warmup: float) -> dict[str, Any]:
         site, top = self.sites()["block"], self.memory.mort.top
         return {
@@ -77,8 +83,9 @@ class MoRT(MemoryMethod):
 
 
 class MortSite(nn.Module):
-    def __init__(self, config: Config, layer: int):
+    def __init__(self, config: Config, layer: int, context: ContextAxis = WHOLE_SEQUENCES):
         super().__init__()
+        self.context = context
         settings, width = config.memory.mort, config.model.width
         self.top, self.balance = settings.top, settings.balance
         self.depth_factor = 1 / math.sqrt(2 * config.model.layers)
@@ -100,6 +107,9 @@ class MortSite(nn.Module):
             torch.zeros((), dtype=dtype, device=normed_BTD.device),
         )
         added = self.depth_factor * self.scale.to(dtype) * F.normalize(mix, dim=-1)
-        views, positions = len(values), slots_BT.rows.numel()
-        load = (probability_BTM.sum((0, 1)) * chosen_BTM.sum((0, 1)).detach()).sum()
+        views, ranks = len(values), self.context.size
+        positions = slots_BT.rows.numel() * ranks
+        counts_M = self.context.all_reduce(chosen_BTM.sum((0, 1)).detach())
+        # The mean over the ranks that share the sequences is the product of both whole sums.
+        load = ranks * (probability_BTM.sum((0, 1)) * counts_M).sum()
         return added.to(normed_BTD.dtype), self.balance * views / (positions**2 * self.top) * load

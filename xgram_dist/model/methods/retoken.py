@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from xgram_dist.config import Config
 from xgram_dist.model.gather import Slots, gather_rows
 from xgram_dist.model.methods.base import MemoryMethod, check_layers
+from xgram_dist.parallel.context_parallel import ContextAxis
 from xgram_dist.parallel.tensor_parallel import TensorAxis
 from xgram_dist.tables.layout import TableSite
 
@@ -33,7 +34,7 @@ class Retoken(MemoryMethod):
         settings = self.memory.retoken
         return {"ffn": TableSite(self.resolve_layers(settings.layers), self.model.width, settings.views)}
 
-    def build_sites(self, layer: int, axis: TensorAxis) -> dict[str, nn.Module]:
+    def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
         return {"ffn": RetokenSite(self.config, layer)} if layer in self.sites()["ffn"].layers else {}
 
     def initialise(self, name: str, value: Tensor, generator: torch.Generator) -> bool:

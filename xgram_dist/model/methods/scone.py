@@ -67,7 +67,8 @@ class SCONE(MemoryMethod):
         optimizer: str | None = None,
     ) -> Lookup:
         assert isinstance(keys, Fgrams), "scone needs its f-grams"
-        return FgramLookup(keys, device, end_of_text if self.model.document_masking else None)
+        document_end = end_of_text if self.model.document_masking else None
+        return FgramLookup(keys, device, document_end, self.context_of(mesh))
 
     # Network
 

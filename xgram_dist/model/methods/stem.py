@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from xgram_dist.model.gather import Slots, gather_rows
 from xgram_dist.model.methods.base import MemoryMethod, check_layers
+from xgram_dist.parallel.context_parallel import ContextAxis
 from xgram_dist.parallel.tensor_parallel import TensorAxis
 from xgram_dist.tables.layout import TableSite
 
@@ -28,7 +29,7 @@ class STEM(MemoryMethod):
     def sites(self) -> dict[str, TableSite]:
         return {"up": TableSite(self.resolve_layers(self.memory.stem.layers), self.model.ffn_width)}
 
-    def build_sites(self, layer: int, axis: TensorAxis) -> dict[str, nn.Module]:
+    def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
         return {"up": StemSite(layer)} if layer in self.sites()["up"].layers else {}
 
     def extra_flops_per_token(self) -> int:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
 
+    from xgram_dist.parallel.context_parallel import ContextAxis
     from xgram_dist.parallel.tensor_parallel import TensorAxis
 
 
@@ -88,11 +89,15 @@ class XGram(MemoryMethod):
 
     # Network
 
-    def build_sites(self, layer: int, axis: TensorAxis) -> dict[str, nn.Module]:
+    @property
+    def reach(self) -> int:
+        return max((taps for site in self.sites() for taps in self.extractor_taps(site)), default=1) - 1
+
+    def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
         from xgram_dist.model.injection import SiteInjection
 
         return {
-            name: SiteInjection(self.config, self.extraction, self.injection, layer, name, axis)
+            name: SiteInjection(self.config, self.extraction, self.injection, layer, name, axis, context)
             for name, site in self.sites().items()
             if layer in site.layers
         }
