@@ -12,6 +12,7 @@ def check(config: Config) -> None:
     """Without touching the file system."""
     _check_model(config)
     _check_parallel(config)
+    _check_pipeline(config)
     _check_placement(config)
     _check_stored_types(config)
     accumulation(config, ranks=1)
@@ -27,7 +28,25 @@ def accumulation(config: Config, ranks: int) -> int:
             f"{train.micro_batch} x {ranks} rank{'s' if ranks > 1 else ''}, so accumulation would not be whole; "
             f"change one of the two"
         )
+    _check_pipeline_batches(config, whole)
     return whole
+
+
+def _check_pipeline_batches(config: Config, micro_batches: int) -> None:
+    """A pipeline is full with a micro-batch for each of its ranks; interleaved, they come in rounds of that many."""
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return
+    rounds = max(1, micro_batches // parallel.pipeline)
+    in_rounds = parallel.virtual_stages > 1 or parallel.pipeline_schedule == "zero_bubble"
+    if micro_batches < parallel.pipeline or (in_rounds and micro_batches % rounds):
+        needed = "a multiple of" if micro_batches > parallel.pipeline else "at least"
+        raise UserError(
+            f"train.global_batch = {config.train.global_batch} and train.micro_batch = {config.train.micro_batch} give "
+            f"a rank {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} a step, but parallel.pipeline = "
+            f"{parallel.pipeline} needs {needed} {parallel.pipeline}; raise train.global_batch or lower one of the "
+            f"others"
+        )
 
 
 def _check_model(config: Config) -> None:
@@ -80,6 +99,46 @@ def _check_parallel(config: Config) -> None:
         )
     if parallel.sequence_parallel and parallel.tensor == 1:
         raise UserError("parallel.sequence_parallel needs parallel.tensor of at least 2")
+
+
+def _check_pipeline(config: Config) -> None:
+    """What a pipeline does not combine with is refused by name."""
+    parallel, train = config.parallel, config.train
+    degree, schedule = f"parallel.pipeline = {parallel.pipeline}", parallel.pipeline_schedule
+    if parallel.pipeline == 1:
+        for key, value, default in (("virtual_stages", parallel.virtual_stages, 1), ("pipeline_schedule", schedule, "1f1b")):
+            if value != default:
+                raise UserError(
+                    f"parallel.{key} = {value} is of a pipeline, but parallel.pipeline = 1; take it out or set "
+                    f"parallel.pipeline"
+                )
+        return
+    num_stages = parallel.pipeline * parallel.virtual_stages
+    if config.model.layers < num_stages:
+        raise UserError(
+            f"model.layers = {config.model.layers} cannot be cut into parallel.pipeline = {parallel.pipeline} x "
+            f"parallel.virtual_stages = {parallel.virtual_stages} stages; lower one of the two"
+        )
+    zero = parallel.engine == "deepspeed"
+    for key, value, refused, way_out in (
+        ("parallel.zero_stage", parallel.zero_stage, zero and parallel.zero_stage > 1, "parallel.zero_stage=1"),
+        ("parallel.offload", "true", parallel.offload, "parallel.offload=false"),
+        ("memory.window", config.memory.window, config.memory.window != "step", "memory.window=step"),
+        ("train.check_finite", train.check_finite, train.check_finite != "step", "train.check_finite=step"),
+    ):
+        if refused:
+            raise UserError(f"{key} = {value} is not offered with {degree}; set {way_out}")
+    if schedule == "zero_bubble":
+        for key, value, refused, way_out in (
+            ("parallel.engine", parallel.engine, parallel.engine != "replicated", "parallel.engine=replicated"),
+            ("train.compile", "true", train.compile, "train.compile=false"),
+            ("train.activation_checkpointing", "true", train.activation_checkpointing, "it to false"),
+        ):
+            if refused:
+                raise UserError(
+                    f"{key} = {value} is not offered with parallel.pipeline_schedule = zero_bubble, which computes the "
+                    f"gradients of weights apart; set {way_out}, or parallel.pipeline_schedule=1f1b"
+                )
 
 
 def _check_placement(config: Config) -> None:

@@ -2,7 +2,7 @@
 
 `build_model` applies, in this order:
 
-    1. tensor parallelism          layers are built with this rank's shards
+    1. pipeline, tensor axes       this rank's layers are built, with its shards
     2. initial weights             whole parameters are drawn, each rank keeps its slice
     3. activation checkpointing    around each block
     4. torch.compile               of each block, inside of its checkpoint; on a GPU, of the passes over the logits
@@ -18,6 +18,7 @@ from torch import nn
 from xgram_dist.config import Config
 from xgram_dist.model.loss import CompiledPasses
 from xgram_dist.model.methods.base import Keys, check_method, method_of
+from xgram_dist.model.pipeline_stages import layers_of, stages_of_rank
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.device import DTYPES, fuses_loss_passes, recompute_elementwise
 from xgram_dist.parallel.mesh import Mesh
@@ -29,12 +30,18 @@ from xgram_dist.tables.working_set import Lookup
 
 
 def build_model(
-    config: Config, device: torch.device, end_of_text: int | None = None, tensor: ProcessGroup | None = None
+    config: Config,
+    device: torch.device,
+    end_of_text: int | None = None,
+    tensor: ProcessGroup | None = None,
+    pipeline: ProcessGroup | None = None,
 ) -> Transformer:
-    """`end_of_text`: the token that ends a document. `tensor`: the ranks of the tensor axis."""
+    """`end_of_text`: the token that ends a document. `tensor`: the ranks of the tensor axis. `pipeline`: those of the
+    pipeline axis, of whose stages this rank's are built."""
     check_method(config)
     axis = tensor_axis(tensor, config.parallel.sequence_parallel)
-    model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis)
+    stages = stages_of_rank(config, pipeline)
+    model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis, stages)
     initialise(model, config)
     model.to(device)
     if config.train.freeze_backbone:
@@ -45,7 +52,7 @@ def build_model(
         recompute_elementwise(device)
         for block in model.blocks:
             block.compile(dynamic=None)
-        if fuses_loss_passes(device):
+        if fuses_loss_passes(device) and model.head is not None:
             model.head.passes = CompiledPasses()
     return model
 
@@ -85,4 +92,5 @@ def build_lookup(
 ) -> Lookup:
     """`keys`: of the methods that look up n-grams. `end_of_text`: the token that ends a document.
     `optimizer`: the kind of table optimizer (tables/optimizers/build.py); by default what the recipe says."""
-    return method_of(config).build_lookup(routing, device, mesh, keys, end_of_text, optimizer)
+    held = None if mesh is None else layers_of(stages_of_rank(config, mesh.pipeline))
+    return method_of(config, held).build_lookup(routing, device, mesh, keys, end_of_text, optimizer)

@@ -3,6 +3,9 @@
 In: tokens [B,T]; slots, the row of each token in the working set ([B,T], or [B,T,K] where a position has several keys);
 the working set's values by table name; the warm-up factor of the injection. Out: hidden states [B,T,D], or the loss.
 
+On a pipeline axis each rank has the blocks of its stages (pipeline_stages.py), under the names they have in the whole
+model; one call runs one stage.
+
 On a tensor axis each rank holds its shards of the parameters, gets the same tokens, and ends with the same loss and
 complete gradients; all collectives are those of parallel/tensor_parallel.py.
 
@@ -22,6 +25,7 @@ from xgram_dist.model.gather import Slots, sort_slots
 from xgram_dist.model.layers import RMSNorm, SwiGLU, rotary_cos_sin, vocab_parallel_embedding
 from xgram_dist.model.loss import VocabParallelHead, next_token_labels
 from xgram_dist.model.methods.base import TOKEN_EMBEDDINGS, MemoryMethod, method_of
+from xgram_dist.model.pipeline_stages import PipelineStage, layers_of, whole_model
 from xgram_dist.parallel.tensor_parallel import (
     SINGLE_RANK,
     TensorAxis,
@@ -107,12 +111,15 @@ class Transformer(nn.Module):
         compute_dtype: torch.dtype = torch.float32,
         end_of_text: int | None = None,
         axis: TensorAxis = SINGLE_RANK,
+        stages: Sequence[PipelineStage] | None = None,
     ):
         """`compute_dtype`: of the residual stream. `end_of_text`: the token that ends a document, for masking.
-        `axis`: the ranks that share each layer. `build_model` (model/build.py) initialises the parameters and applies
+        `axis`: the ranks that share each layer. `stages`: this rank's, of a pipeline; None: all. `build_model` (model/build.py) initialises the parameters and applies
         the rest."""
         super().__init__()
-        model, method = config.model, method_of(config)
+        self.stages = (whole_model(config),) if stages is None else tuple(stages)
+        model, method = config.model, method_of(config, layers_of(self.stages))
+        is_first, is_last = self.stages[0].is_first, self.stages[-1].is_last
         self.axis = axis
         self.compute_dtype = compute_dtype
         self.end_of_text = end_of_text if model.document_masking else None
@@ -121,13 +128,21 @@ class Transformer(nn.Module):
         self.activation_checkpointing = False
         """Recompute each block in the backward pass."""
         # A parameter, not a module VocabParallelEmbedding: see `vocab_parallel_embedding`.
-        self.embedding = sharded_parameter((model.vocabulary, model.width), 0, axis)
-        self.blocks = nn.ModuleList(Block(method, layer, axis) for layer in range(model.layers))
-        self.norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
-        self.side = method.build_input_network(axis)
+        has_embedding = is_first or method.reads_embeddings
+        self.embedding = sharded_parameter((model.vocabulary, model.width), 0, axis) if has_embedding else None
+        self.blocks = nn.ModuleList()
+        for layer in method.held:
+            self.blocks.add_module(str(layer), Block(method, layer, axis))
+        self.norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis) if is_last else None
+        self.side = method.build_input_network(axis) if is_first else None
         self.reads_embeddings = method.reads_embeddings
         """Whether blocks are given the embeddings of the distinct tokens."""
-        self.head = VocabParallelHead(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis)
+        is_whole = is_first and is_last
+        self.shared = frozenset({"embedding"} if method.reads_embeddings and not is_whole else ())
+        """Parameters that every stage of a pipeline holds, and whose gradient is the sum over the stages."""
+        self.head = (
+            VocabParallelHead(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis) if is_last else None
+        )
         cos, sin = rotary_cos_sin(model, model.sequence_length)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
@@ -140,16 +155,22 @@ class Transformer(nn.Module):
         warmup: Tensor,
         *,
         with_loss: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
-        """Hidden states after the final norm [B, T, D]; or what `loss` returns, for engines that wrap this call."""
+        stage: PipelineStage | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
+        """Hidden states after the final norm [B, T, D]; or what `loss` returns, for engines that wrap this call.
+
+        `stage`: the one to run; None: the only one. All but the first take `x`, the residual stream; all but the last
+        return (residual stream, sum of its auxiliary losses or None)."""
+        stage = stage or self.stages[0]
         length = tokens_BT.shape[1]
         rotary = (self.rotary_cos[:length], self.rotary_sin[:length])
         documents, mask = self._documents(tokens_BT)
-        x = vocab_parallel_embedding(tokens_BT, self.embedding, self.compute_dtype, self.axis)
-        if self.side is not None:
-            inputs = [values[name] for name in self.side.tables]  # type: ignore[union-attr]
-            x = x + self.side(*inputs, self.embedding, slots_BT, self.compute_dtype)
+        if stage.is_first:
+            x = self._embed(tokens_BT, slots_BT, values)
+        assert x is not None
         if self.reads_embeddings:
+            assert self.embedding is not None
             distinct_U, slots_BT = tokens_BT.unique(return_inverse=True)
             values = {
                 TOKEN_EMBEDDINGS: vocab_parallel_embedding(distinct_U, self.embedding, self.compute_dtype, self.axis)
@@ -159,7 +180,8 @@ class Transformer(nn.Module):
         slots = sort_slots(slots_BT, num_rows) if values and slots_BT.dim() == 2 else Slots(slots_BT)
         _any_number_of_rows(slots)
         auxiliary_losses: list[Tensor] = []
-        for block in self.blocks:
+        for layer in stage.layers:
+            block = self.blocks.get_submodule(str(layer))
             assert isinstance(block, Block)
             # Read here and not earlier: reading a table waits for its vectors.
             block_values = {
@@ -182,6 +204,9 @@ class Transformer(nn.Module):
                 auxiliary_losses.append(auxiliary_loss)
             else:
                 x = out
+        if not stage.is_last:
+            return x, sum(auxiliary_losses[1:], auxiliary_losses[0]) if auxiliary_losses else None
+        assert self.norm is not None and self.head is not None
         hidden = self.norm(x)
         if with_loss:
             # Benchmarks put an end-of-text token before a text and score what follows.
@@ -189,6 +214,16 @@ class Transformer(nn.Module):
             loss, entropy = self.head(hidden, next_token_labels(tokens_BT, unlabelled))
             return loss + sum(auxiliary_losses) if auxiliary_losses else loss, entropy
         return gather_from_sequence_parallel_region(hidden, self.axis.sequence_axis, tensor_parallel_output_grad=False)
+
+    def _embed(self, tokens_BT: Tensor, slots_BT: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """The residual stream before the first block."""
+        assert self.embedding is not None
+        x = vocab_parallel_embedding(tokens_BT, self.embedding, self.compute_dtype, self.axis)
+        if self.side is None:
+            return x
+        inputs = [values[name] for name in self.side.tables]  # type: ignore[union-attr]
+        added: Tensor = self.side(*inputs, self.embedding, slots_BT, self.compute_dtype)
+        return x + added
 
     def loss(
         self, tokens_BT: Tensor, slots_BT: Tensor, values: Mapping[str, Tensor], warmup: Tensor

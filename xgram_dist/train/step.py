@@ -124,6 +124,9 @@ def _compute_window(
     engine: Engine, working: WorkingSet, tokens_ABT: Tensor, warmup: Tensor, weights_A: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Forward and backward of the window's micro-batches: (loss, cross-entropy) of each."""
+    if engine.pipeline is not None:
+        with engine.mesh.world.phases("compute"):
+            return engine.pipeline.train(working, tokens_ABT, warmup, weights_A)
     found = []
     numbers = range(len(tokens_ABT))[working.window.micro_batches]
     with engine.mesh.world.phases("compute"):

@@ -12,7 +12,7 @@ row.
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -106,6 +106,9 @@ class Engram(MemoryMethod):
 
     # Tables
 
+    def table_layers(self) -> set[int]:
+        return set(self.layers)
+
     def sites(self) -> dict[str, TableSite]:
         return {"ngram": TableSite((ALL_LAYERS,), self.width // self.num_heads)}
 
@@ -127,7 +130,8 @@ class Engram(MemoryMethod):
     def layer_keys(self, layer: int) -> slice | None:
         if layer not in self.layers:
             return None
-        first = self.layers.index(layer) * self.num_heads
+        held = [one for one in self.layers if one in self.held]
+        first = held.index(layer) * self.num_heads
         return slice(first, first + self.num_heads)
 
     def resolve_keys(self, data: PreparedData) -> tuple[Keys, str]:
@@ -181,7 +185,10 @@ class Engram(MemoryMethod):
         """Without `keys`, tokens are not folded."""
         folding = keys if isinstance(keys, Folding) else Folding.identity(self.model.vocabulary)
         document_end = end_of_text if self.model.document_masking else None
-        keys_of = NgramKeys(self.ngram_hash(), folding.ids, document_end)
+        held = [number for number, layer in enumerate(self.layers) if layer in self.held]
+        keys_of = NgramKeys(self.ngram_hash(), folding.ids, document_end, held)
+        if mesh is not None and mesh.pipeline.size > 1:  # the table serves all layers, so that all stages share its rows
+            mesh = replace(mesh, rows=mesh.stages, exchange=mesh.stages)
         return ShardedTables(self.config, self.layout(), routing, device, mesh, keys_of, optimizer)
 
     # Network
