@@ -43,6 +43,7 @@ def build(config, ranks, dtype):
 
     from xgram_dist.engine import build_engine
     from xgram_dist.model.build import build_lookup
+    from xgram_dist.model.methods.base import table_layout
     from xgram_dist.model.pipeline_stages import stages_of_rank
     from xgram_dist.model.transformer import Transformer
     from xgram_dist.parallel.device import DTYPES
@@ -63,7 +64,8 @@ def build(config, ranks, dtype):
     model.activation_checkpointing = config.train.activation_checkpointing
     engine = build_engine(config, model, mesh, tiny.CPU)
     keys = methods.grams(config) if config.memory.method == "scone" else None
-    lookup = build_lookup(config, tiny.routing(config) if config.memory.compression < 1 else None, tiny.CPU, mesh, keys)
+    routing = tiny.routing(config) if table_layout(config).hashed else None
+    lookup = build_lookup(config, routing, tiny.CPU, mesh, keys)
     if dtype != torch.float32 and hasattr(lookup, "shards"):
         tiny.convert(lookup.shards, dtype)
     return mesh, engine, lookup

@@ -47,13 +47,13 @@ class Pipeline:
         self._step: StepOfStages | None = None
 
     def train(
-        self, working: WorkingSet, tokens_ABT: Tensor, warmup: Tensor, weights_A: Tensor | None
+        self, fetched: list[WorkingSet], tokens_ABT: Tensor, warmup: Tensor, weights_A: Tensor | None
     ) -> list[tuple[Tensor, Tensor]]:
         """(loss, cross-entropy) of each micro-batch, the same on all stages. Gradients as after `Engine.backward` of
-        each, the last one included."""
+        each, the last one included. `fetched`: all windows of the step."""
         shape = tuple(tokens_ABT.shape)
         schedule = self._schedules.get(shape) or self._schedules.setdefault(shape, self._build_schedule(shape))
-        self._step = step = StepOfStages(self._engine, working, tokens_ABT, warmup, weights_A, len(self._stages))
+        self._step = step = StepOfStages(self._engine, fetched, tokens_ABT, warmup, weights_A, len(self._stages))
         try:
             # A target has to be given, and is cut into micro-batches; our labels are those of the tokens.
             schedule.step(target=torch.arange(len(tokens_ABT)), return_outputs=False)
@@ -135,14 +135,16 @@ class StepOfStages:
     def __init__(
         self,
         engine: Engine,
-        working: WorkingSet,
+        fetched: list[WorkingSet],
         tokens_ABT: Tensor,
         warmup: Tensor,
         weights_A: Tensor | None,
         num_stages: int,
     ):
         """`num_stages`: of this rank."""
-        self._engine, self._working, self._tokens_ABT, self._warmup = engine, working, tokens_ABT, warmup
+        self._engine, self._fetched, self._tokens_ABT, self._warmup = engine, fetched, tokens_ABT, warmup
+        self._inputs = [(slots_BT, working.values) for working in fetched for slots_BT in working.slots]
+        """Of each micro-batch: slots, and the values they are of."""
         self._weights_A = weights_A
         zero = torch.zeros((), device=tokens_ABT.device, dtype=torch.float64)
         self.found = [(zero, zero)] * len(tokens_ABT)
@@ -156,9 +158,9 @@ class StepOfStages:
 
     def forward(self, stage: PipelineStage, number: int, x: Tensor | None) -> Tensor:
         """Of a micro-batch: the residual stream; of the last stage, the loss to start the backward pass from."""
-        slots, tokens_BT = self._working.slots[number], self._tokens_ABT[number]
+        slots_BT, values = self._inputs[number]
         out, extra = self._engine.forward(
-            tokens_BT, slots, self._working.values, self._warmup, with_loss=True, stage=stage, x=x
+            self._tokens_ABT[number], slots_BT, values, self._warmup, with_loss=True, stage=stage, x=x
         )
         loss, entropy = (out, extra) if stage.is_last else (extra, None)
         if loss is not None:
@@ -186,7 +188,8 @@ class StepOfStages:
         self._backwards -= 1
         last = self._backwards == 0
         if last:
-            self._working.begin_return()
+            for working in self._fetched:
+                working.begin_return()
         loss = torch.zeros((), device=self._tokens_ABT.device, requires_grad=True)
         for tensor, gradient in outputs:
             one = tensor if gradient is None else _AsLoss.apply(tensor, gradient)
@@ -195,7 +198,7 @@ class StepOfStages:
         self._engine.backward(loss, last=last)
 
     def leaves(self) -> list[Tensor]:
-        return [value for value in self._working.values.values() if value.requires_grad]
+        return [value for working in self._fetched for value in working.values.values() if value.requires_grad]
 
     def end(self) -> None:
         """Where backward passes went past the engine (zero bubble), the engine still has to reduce."""
