@@ -185,6 +185,11 @@ def _check_stored_types(config: Config) -> None:
             )
 
 
+def data_ranks(config: Config, ranks: int) -> int:
+    """Ranks of the data axis, of so many ranks."""
+    return ranks // (config.parallel.tensor * config.parallel.pipeline)
+
+
 def check_degrees(config: Config, ranks: int) -> None:
     """The parallel degrees must divide the ranks, and what is sharded over them."""
     parallel, model = config.parallel, config.model

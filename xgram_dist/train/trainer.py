@@ -35,6 +35,7 @@ from xgram_dist.environment import STOP_FILE
 from xgram_dist.errors import UserError
 from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.model.methods.base import check_files, check_method
+from xgram_dist.model.pipeline_stages import layers_of
 from xgram_dist.optim.schedule import learning_rate
 from xgram_dist.parallel.device import choose_device, make_deterministic, synchronize
 from xgram_dist.parallel.mesh import build_mesh, new_host_group
@@ -390,7 +391,7 @@ class Trainer:
             "gradient_norm": float(result.gradient_norm),
             **rates,
             **self.utilization.figures(rates["tokens_per_second"]),
-            **exchange_figures(self.config, batch.windows, self.mesh.rows.rank, self.mesh.replicas.size),
+            **self._exchange_figures(batch),
             **phases,
             "skipped": self.state.skipped,
         }
@@ -403,6 +404,11 @@ class Trainer:
                 self._record("memory", step, rank=rank, **parts)
         self.start_record.write(step)
         self._say(status_line(step, self.config.train.steps, values, seconds_left))
+
+    def _exchange_figures(self, batch: PrefetchedStep) -> dict[str, Any]:
+        tables, layers = shards_of(self.lookup), layers_of(self.engine.model.stages)
+        rank = 0 if tables is None else tables.rank
+        return exchange_figures(self.config, batch.windows, rank, self.mesh.replicas.size, layers)
 
     def _report_stragglers(self, step: int, phases: dict[str, float]) -> None:
         """One small all-gather over gloo: seconds by phase of every rank."""
