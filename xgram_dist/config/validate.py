@@ -125,6 +125,7 @@ def _check_pipeline(config: Config) -> None:
         ("parallel.offload", "true", parallel.offload, "parallel.offload=false"),
         ("memory.window", config.memory.window, config.memory.window != "step", "memory.window=step"),
         ("train.check_finite", train.check_finite, train.check_finite != "step", "train.check_finite=step"),
+        ("train.diagnose_every", train.diagnose_every, train.diagnose_every > 0, "it to 0 and diagnose checkpoints"),
     ):
         if refused:
             raise UserError(f"{key} = {value} is not offered with {degree}; set {way_out}")

@@ -135,9 +135,8 @@ class EngineScorer:
 
     def __init__(self, config: Config, engine: Engine, lookup: Lookup):
         self._config, self._engine, self._lookup = config, engine, lookup
-        head = engine.model.head  # type: ignore[attr-defined]
-        assert isinstance(head, VocabParallelHead)
-        self._head = head
+        self._head: VocabParallelHead | None = engine.model.head
+        """None: another stage of the pipeline has it."""
         self.warmup = 1.0
         """The injection's warm-up factor at the current step."""
 
@@ -150,13 +149,20 @@ class EngineScorer:
         device = self._engine.device
         working = self._lookup.fetch(self._lookup.plan(tokens_BT, whole=True).result()[0], training=False)
         warmup = torch.tensor(self.warmup, device=device, dtype=torch.float64)
-        self._head.keeps_scores = True
+        likelihood_BT, greedy_BT = torch.zeros(tokens_BT.shape), torch.zeros(tokens_BT.shape, dtype=torch.uint8)
+        if self._head is not None:
+            self._head.keeps_scores = True
         try:
             self._engine.loss(tokens_BT.to(device, non_blocking=True), working.slots, working.values, warmup)
-            assert self._head.scores is not None
-            likelihood_BT, greedy_BT = (values.cpu() for values in self._head.scores)
+            if self._head is not None:
+                assert self._head.scores is not None
+                likelihood_BT, is_likeliest_BT = self._head.scores
+                likelihood_BT, greedy_BT = likelihood_BT.cpu(), is_likeliest_BT.to(torch.uint8).cpu()
         finally:
-            self._head.keeps_scores, self._head.scores = False, None
+            if self._head is not None:
+                self._head.keeps_scores, self._head.scores = False, None
+        for values in (likelihood_BT, greedy_BT):  # of the last stage
+            self._engine.mesh.pipeline.host.all_reduce_sum(values)
         scores, sequence = [], 0
         for one in inputs:
             of_input = []
