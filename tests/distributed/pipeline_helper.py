@@ -42,26 +42,19 @@ def build(config, ranks, dtype):
     import tiny_models as tiny
 
     from xgram_dist.engine import build_engine
-    from xgram_dist.model.build import build_lookup
+    from xgram_dist.model.build import build_lookup, of_method
     from xgram_dist.model.methods.base import table_layout
-    from xgram_dist.model.pipeline_stages import stages_of_rank
-    from xgram_dist.model.transformer import Transformer
     from xgram_dist.parallel.device import DTYPES
     from xgram_dist.parallel.mesh import build_mesh
-    from xgram_dist.parallel.tensor_parallel import tensor_axis
 
     torch.set_num_threads(1)
     mesh = build_mesh(config, ranks)
     masking = END_OF_TEXT if config.model.document_masking else None
-    whole = tiny.model(config, dtype, masking, mesh.tensor)
-    compute = DTYPES[config.train.precision] if dtype == torch.float32 else dtype
-    axis = tensor_axis(mesh.tensor, config.parallel.sequence_parallel)
-    model = Transformer(config, compute, masking, axis, stages_of_rank(config, mesh.pipeline)).to(dtype)
-    values = dict(whole.named_parameters())
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            parameter.copy_(values[name])
-    model.activation_checkpointing = config.train.activation_checkpointing
+    model = tiny.model(config, dtype, masking, mesh.tensor, mesh.pipeline)
+    if dtype == torch.float32:
+        model.compute_dtype = DTYPES[config.train.precision]
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(not config.train.freeze_backbone or of_method(name))
     engine = build_engine(config, model, mesh, tiny.CPU)
     keys = methods.grams(config) if config.memory.method == "scone" else None
     routing = tiny.routing(config) if table_layout(config).hashed else None

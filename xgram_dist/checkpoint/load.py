@@ -174,9 +174,7 @@ def _step_limits(reader: CheckpointReader, shard: Shard) -> dict[str, tuple[int,
     return limits
 
 
-def _adopt_rows(
-    reader: CheckpointReader, shard: Shard, tables: TableShards
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _adopt_rows(reader: CheckpointReader, shard: Shard, tables: TableShards) -> tuple[NDArray[Any], NDArray[Any]]:
     """(local rows that the checkpoint holds, their saved positions). A shard of touched rows makes room for them."""
     saved, rank = reader.saved_rows_of(shard.names[0]), tables.rank
     if isinstance(shard, TouchedShard):

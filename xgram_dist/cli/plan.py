@@ -178,7 +178,9 @@ def _axes(args: argparse.Namespace, config: "Config") -> "Axes":
     from xgram_dist.estimate.comm import Axes
     from xgram_dist.estimate.exchange import default_ranks
 
-    ranks = default_ranks(config) * config.parallel.tensor * config.parallel.pipeline if args.ranks is None else args.ranks
+    ranks = (
+        default_ranks(config) * config.parallel.tensor * config.parallel.pipeline if args.ranks is None else args.ranks
+    )
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {one_line(str(ranks), 40)} is not from 1 to {MAX_RANKS}")
     axes = Axes.of(config, ranks)

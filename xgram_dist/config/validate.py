@@ -103,43 +103,40 @@ def _check_parallel(config: Config) -> None:
 
 def _check_pipeline(config: Config) -> None:
     """What a pipeline does not combine with is refused by name."""
-    parallel, train = config.parallel, config.train
+    parallel, train, memory = config.parallel, config.train, config.memory
     degree, schedule = f"parallel.pipeline = {parallel.pipeline}", parallel.pipeline_schedule
     if parallel.pipeline == 1:
-        for key, value, default in (("virtual_stages", parallel.virtual_stages, 1), ("pipeline_schedule", schedule, "1f1b")):
-            if value != default:
-                raise UserError(
-                    f"parallel.{key} = {value} is of a pipeline, but parallel.pipeline = 1; take it out or set "
-                    f"parallel.pipeline"
-                )
+        key, value = ("virtual_stages", str(parallel.virtual_stages))
+        if parallel.virtual_stages == 1:
+            key, value = "pipeline_schedule", schedule
+        if value not in ("1", "1f1b"):
+            raise UserError(
+                f"parallel.{key} = {value} is of a pipeline, but the recipe has {degree}; take it out or set "
+                f"parallel.pipeline"
+            )
         return
-    num_stages = parallel.pipeline * parallel.virtual_stages
-    if config.model.layers < num_stages:
+    if config.model.layers < parallel.pipeline * parallel.virtual_stages:
         raise UserError(
             f"model.layers = {config.model.layers} cannot be cut into parallel.pipeline = {parallel.pipeline} x "
             f"parallel.virtual_stages = {parallel.virtual_stages} stages; lower one of the two"
         )
-    zero = parallel.engine == "deepspeed"
-    for key, value, refused, way_out in (
-        ("parallel.zero_stage", parallel.zero_stage, zero and parallel.zero_stage > 1, "parallel.zero_stage=1"),
+    refused = [
+        ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage > 1, "parallel.zero_stage=1"),
         ("parallel.offload", "true", parallel.offload, "parallel.offload=false"),
-        ("memory.window", config.memory.window, config.memory.window != "step", "memory.window=step"),
+        ("memory.window", memory.window, memory.window != "step", "memory.window=step"),
         ("train.check_finite", train.check_finite, train.check_finite != "step", "train.check_finite=step"),
         ("train.diagnose_every", train.diagnose_every, train.diagnose_every > 0, "it to 0 and diagnose checkpoints"),
-    ):
-        if refused:
-            raise UserError(f"{key} = {value} is not offered with {degree}; set {way_out}")
+    ]
     if schedule == "zero_bubble":
-        for key, value, refused, way_out in (
+        degree = "parallel.pipeline_schedule = zero_bubble"
+        refused += [
             ("parallel.engine", parallel.engine, parallel.engine != "replicated", "parallel.engine=replicated"),
             ("train.compile", "true", train.compile, "train.compile=false"),
             ("train.activation_checkpointing", "true", train.activation_checkpointing, "it to false"),
-        ):
-            if refused:
-                raise UserError(
-                    f"{key} = {value} is not offered with parallel.pipeline_schedule = zero_bubble, which computes the "
-                    f"gradients of weights apart; set {way_out}, or parallel.pipeline_schedule=1f1b"
-                )
+        ]
+    for name, setting, is_refused, way_out in refused:
+        if is_refused:
+            raise UserError(f"{name} = {setting} is not offered with {degree}; set {way_out}")
 
 
 def _check_placement(config: Config) -> None:

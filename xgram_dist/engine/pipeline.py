@@ -33,17 +33,14 @@ from xgram_dist.tables.working_set import WorkingSet
 if TYPE_CHECKING:
     from xgram_dist.engine.base import Engine
 
-Shape = tuple[int, int, int]
-"""Micro-batches, sequences, tokens."""
-
 
 class Pipeline:
     def __init__(self, engine: Engine):
         self._engine, self._group = engine, engine.mesh.pipeline
         self._stages = engine.model.stages
         self._num_stages = self._group.size * len(self._stages)
-        self._schedules: dict[Shape, Any] = {}
-        """A schedule has buffers of one shape."""
+        self._schedules: dict[torch.Size, Any] = {}
+        """By micro-batches, sequences and tokens."""
         self._step: StepOfStages | None = None
 
     def train(
@@ -51,8 +48,10 @@ class Pipeline:
     ) -> list[tuple[Tensor, Tensor]]:
         """(loss, cross-entropy) of each micro-batch, the same on all stages. Gradients as after `Engine.backward` of
         each, the last one included. `fetched`: all windows of the step."""
-        shape = tuple(tokens_ABT.shape)
-        schedule = self._schedules.get(shape) or self._schedules.setdefault(shape, self._build_schedule(shape))
+        shape = tokens_ABT.shape
+        if shape not in self._schedules:
+            self._schedules[shape] = self._build_schedule(shape)
+        schedule = self._schedules[shape]
         self._step = step = StepOfStages(self._engine, fetched, tokens_ABT, warmup, weights_A, len(self._stages))
         try:
             # A target has to be given, and is cut into micro-batches; our labels are those of the tokens.
@@ -97,14 +96,14 @@ class Pipeline:
                 self._group.all_reduce_sum(gradient)
         return gradients if self._group.first else [one for one in gradients if one[0] not in shared]
 
-    def _residual_stream(self, shape: torch.Size | tuple[int, ...], device: torch.device | None = None) -> Tensor:
+    def _residual_stream(self, shape: torch.Size, device: torch.device | None = None) -> Tensor:
         """Memory for what passes from stage to stage."""
         config, model = self._engine.config, self._engine.model
         length = model.axis.sequence_axis.local_size(shape[-1])
         size = (shape[-2], length, config.model.width)
         return torch.empty(size, dtype=model.compute_dtype, device=device or self._engine.device)
 
-    def _build_schedule(self, shape: Shape) -> Any:
+    def _build_schedule(self, shape: torch.Size) -> Any:
         x = self._residual_stream(shape, torch.device("meta")).requires_grad_()
         stages = [TrainedStage(self, stage, self._num_stages, x) for stage in self._stages]
         arguments: dict[str, Any] = {"loss_fn": lambda loss, target: loss, "scale_grads": False}
@@ -288,7 +287,7 @@ class TrainedStage(LibraryStage):
             x.grad = None
         return found, None
 
-    def _weights(self) -> list[Tensor]:
+    def _weights(self) -> list[Any]:
         """All leaves that get a gradient in this stage: parameters, and vectors of the working set."""
         model = self._pipeline.engine.model
         shared = [p for name, p in model.named_parameters() if name in model.shared]

@@ -206,7 +206,8 @@ class Transformer(nn.Module):
                 x = out
         if not stage.is_last:
             return x, sum(auxiliary_losses[1:], auxiliary_losses[0]) if auxiliary_losses else None
-        assert self.norm is not None and self.head is not None
+        assert self.norm is not None
+        assert self.head is not None
         hidden = self.norm(x)
         if with_loss:
             # Benchmarks put an end-of-text token before a text and score what follows.

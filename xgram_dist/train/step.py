@@ -95,9 +95,9 @@ def train_step(
         fetched = [lookup.fetch(window) for window in some] if working is None else [working]
         compute = _compute_window if optimizer.engine.pipeline is None else _compute_in_pipeline
         found += compute(optimizer.engine, fetched, tokens_ABT, warmup, weights_A)
-        for one in fetched:
-            lookup.give_back(one)
-        working, fetched, one = None, [], None  # frees their memory before the next fetch
+        while fetched:
+            lookup.give_back(fetched.pop())
+        working = None  # frees its memory before the next fetch
     losses, entropies = map(list, zip(*found, strict=True))
     with phases("update"):
         # Means over micro-batches and ranks: every rank reports, and decides by, the same numbers.

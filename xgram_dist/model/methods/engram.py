@@ -187,7 +187,9 @@ class Engram(MemoryMethod):
         document_end = end_of_text if self.model.document_masking else None
         held = [number for number, layer in enumerate(self.layers) if layer in self.held]
         keys_of = NgramKeys(self.ngram_hash(), folding.ids, document_end, held)
-        if mesh is not None and mesh.pipeline.size > 1:  # the table serves all layers, so that all stages share its rows
+        if (
+            mesh is not None and mesh.pipeline.size > 1
+        ):  # the table serves all layers, so that all stages share its rows
             mesh = replace(mesh, rows=mesh.stages, exchange=mesh.stages)
         return ShardedTables(self.config, self.layout(), routing, device, mesh, keys_of, optimizer)
 
