@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from ranks_helper import run_ranks
-from test_layouts import lost_on_ranks_at, losses, run_on_ranks
+from test_layouts import losses, lost_on_ranks_at, run_on_ranks
 from test_resume import outcome, settings
 
 from xgram_dist.checkpoint.folder import list_steps

@@ -414,8 +414,8 @@ class ParallelConfig(Section):
     pipeline: Count = 1
     """Degree of pipeline parallelism: ranks over which the layers, with their tables, are cut into stages."""
     pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
-    """Order of the micro-batches in a pipeline. 1f1b: forward and backward in turn, so that a rank holds the activations
-    of at most `pipeline` micro-batches; with several virtual stages, interleaved. zero_bubble: gradients of weights are
+    """Order of the micro-batches in a pipeline. 1f1b: forward and backward in turn, so that a rank holds activations of
+    at most `pipeline` micro-batches; with several virtual stages, interleaved. zero_bubble: gradients of weights are
     computed where a rank would wait. Only with engine = replicated, without compiled or recomputed blocks."""
     virtual_stages: Count = 1
     """Stages of each rank of a pipeline. More of them shorten the wait at the start and end of a step, and send more

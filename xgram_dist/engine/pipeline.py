@@ -6,8 +6,8 @@
 
 Ranks of the pipeline axis have the same tokens and other layers (model/pipeline_stages.py). Each reads its tables in
 the working set of its own stage, which the library knows nothing of: it moves the residual stream and its gradient
-between neighbours, and decides which micro-batch is next. Schedules: 1F1B; interleaved, with several stages a rank; zero
-bubble, which computes the gradients of inputs first and those of weights where a rank would wait.
+between neighbours, and decides which micro-batch is next. Schedules: 1F1B; interleaved, with several stages a rank;
+zero bubble, which computes the gradients of inputs first and those of weights where a rank would wait.
 
 Collectives on the pipeline axis: sends between neighbours; all-reduces of the losses of a step, and, in `clip`, of the
 square sum and of the gradients of shared parameters.

@@ -203,7 +203,7 @@ def plan_pipeline_messages(config: Config, axes: Axes, micro_batches: int) -> li
     sequence = axes.tensor if config.parallel.sequence_parallel else 1
     size = compute_bytes(config) * config.train.micro_batch * model.sequence_length * model.width / sequence
     stages = axes.stages(config)
-    forward, backward = (sum(not end for end in ends) for ends in zip(*((s.is_last, s.is_first) for s in stages)))
+    forward, backward = sum(not one.is_last for one in stages), sum(not one.is_first for one in stages)
     messages = [
         Message("activations of a stage", "send", "pipeline", axes.pipeline, size * micro_batches * forward),
         Message("gradients of a stage", "send", "pipeline", axes.pipeline, size * micro_batches * backward),

@@ -114,8 +114,8 @@ class Transformer(nn.Module):
         stages: Sequence[PipelineStage] | None = None,
     ):
         """`compute_dtype`: of the residual stream. `end_of_text`: the token that ends a document, for masking.
-        `axis`: the ranks that share each layer. `stages`: this rank's, of a pipeline; None: all. `build_model` (model/build.py) initialises the parameters and applies
-        the rest."""
+        `axis`: the ranks that share each layer. `stages`: this rank's, of a pipeline; None: all. `build_model`
+        (model/build.py) initialises the parameters and applies the rest."""
         super().__init__()
         self.stages = (whole_model(config),) if stages is None else tuple(stages)
         model, method = config.model, method_of(config, layers_of(self.stages))

@@ -192,7 +192,8 @@ class MemoryMethod:
         return 0
 
     def layer_keys(self, layer: int) -> slice | None:
-        """Which of a position's keys, of the layers held here, a layer reads; None: a position has one key, which all layers read."""
+        """Which of a position's keys, of the layers held here, a layer reads; None: a position has one key, which all
+        layers read."""
         return None
 
     def resolve_keys(self, data: PreparedData) -> tuple[Keys, str] | None:
