@@ -17,7 +17,7 @@ def config_of(method, parallel, *, model=None, memory=None, train=None, **sectio
         # Clipping is at work; a larger eps keeps AdamW from blowing up rounding where a gradient is all but zero.
         "optimizer": {"clip_norm": 0.3, "eps": 1e-4, "learning_rate": 1e-2},
         "parallel": {"engine": "replicated", **parallel},
-        "train": {"micro_batch": 1, "global_batch": 8, "steps": 100, **(train or {})},
+        "train": {"micro_batch": 1, "global_batch": 4, "steps": 100, **(train or {})},
         **sections,
     }
     if method in ("xgram", "vanilla"):

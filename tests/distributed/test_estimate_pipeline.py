@@ -1,4 +1,4 @@
-"""The estimates of a pipeline against real ranks: what each holds, how many micro-batches are under way, what it sends."""
+"""Estimates of a pipeline against real ranks: what each holds and sends, how many micro-batches are under way."""
 
 from dataclasses import replace
 
@@ -16,7 +16,6 @@ from xgram_dist.estimate.traffic import build_traffic, zipf
 
 CPU = torch.device("cpu")
 TWO = ["parallel.pipeline=2", "model.layers=4", "train.micro_batch=2"]
-ENGRAM = ["memory={method: engram, engram: {rows: 2000, width: 64}}"]
 CASES = {
     2: [
         [*TWO, "parallel.engine=replicated", "train.global_batch=16"],
