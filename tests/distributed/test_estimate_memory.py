@@ -270,8 +270,8 @@ def train(world, data, folder):
     moved, held = [], []
     kept = loop.exchange_figures
 
-    def listen(config, windows, rank, replicas):
-        figures = kept(config, windows, rank, replicas)
+    def listen(config, windows, *others):
+        figures = kept(config, windows, *others)
         moved.append(figures["bytes_sent"])
         held.append(footprint(trainer.engine, trainer.lookup, windows))
         return figures

@@ -98,6 +98,7 @@ def shard_backbone(model: Transformer, reshard: bool = True) -> None:
     """Shard each block and the head; the caller shards the module around them."""
     for block in model.blocks:
         fully_shard(block, reshard_after_forward=reshard)
+    assert model.head is not None
     fully_shard(model.head, reshard_after_forward=False)
 
 

@@ -123,6 +123,8 @@ class Workload:
     @torch.no_grad()
     def teach(self, model: Transformer) -> None:
         """The likeliest token after t is `next_token[t]`."""
+        assert model.embedding is not None
+        assert model.head is not None
         random = torch.Generator().manual_seed(0)
         signs = torch.randint(0, 2, model.embedding.shape, generator=random) * 2.0 - 1
         model.embedding.copy_(4 * signs)

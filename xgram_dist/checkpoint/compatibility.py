@@ -1,10 +1,10 @@
 """Whether a checkpoint is compatible with a run: each check raises one sentence with the way out if it is not."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from xgram_dist.checkpoint.manifest import Manifest
-from xgram_dist.checkpoint.sharded_tensor import Tensors
 from xgram_dist.config import Config, parse_config
 from xgram_dist.errors import UserError, one_line
 from xgram_dist.tables.routing import Routing
@@ -53,16 +53,17 @@ def check_tokenizer(folder: Path, facts: dict[str, Any], tokenizer: str) -> None
         )
 
 
-def check_state(folder: Path, manifest: Manifest, tensors: Tensors) -> None:
-    """The checkpoint must hold every tensor wanted, in its shape, and no other parameter or table."""
+def check_state(folder: Path, manifest: Manifest, shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """The checkpoint must hold every tensor wanted, in its shape, and no other parameter or table. `shapes`: of all
+    stages of a pipeline."""
     not_compared = ("rng.", "row_ids.", "tables.view-")
-    for name in [*tensors, *(name for name in manifest.tensors if not name.startswith(not_compared))]:
-        entry, tensor = manifest.tensors.get(name), tensors.get(name)
-        if entry is None or tensor is None or manifest.table_shape(name) != list(tensor.shape):
-            if entry is None or tensor is None:
+    for name in [*shapes, *(name for name in manifest.tensors if not name.startswith(not_compared))]:
+        entry, shape = manifest.tensors.get(name), shapes.get(name)
+        if entry is None or shape is None or manifest.table_shape(name) != list(shape):
+            if entry is None or shape is None:
                 difference = "is not in it" if entry is None else "is not in this run"
             else:
-                difference = f"is {manifest.table_shape(name)} there and {list(tensor.shape)} here"
+                difference = f"is {manifest.table_shape(name)} there and {list(shape)} here"
             raise UserError(
                 f"'{folder}' does not fit this recipe: {shown(name)} {difference}; set memory.sites and the keys of "
                 f"model as they were, or start a new run from the weights that fit with --from {folder} --weights-only"

@@ -57,7 +57,8 @@ def _index(name: str, offsets: Any) -> MetadataIndex:
 class ShardSavePlanner(SavePlanner):
     """Plans the writes of a state. A shard that several ranks hold is written by the one with the fewest bytes so far.
 
-    Local plans carry the row ids of their rank (`planner_data`); the global plan's metadata carries all row-id sets."""
+    Local plans carry the row ids of their rank, and the row-id set of each of its tensors (`planner_data`); the global
+    plan's metadata carries those of all ranks."""
 
     def __init__(self, row_ids: dict[str, LocalRowIds]):
         self.row_ids = row_ids
@@ -79,7 +80,8 @@ class ShardSavePlanner(SavePlanner):
             for name, tensor in self.tensors.items()
             for shard in tensor.shards
         ]
-        return SavePlan(items, planner_data=self.row_ids)
+        row_sets = {name: tensor.row_ids for name, tensor in self.tensors.items()}
+        return SavePlan(items, planner_data=(self.row_ids, row_sets))
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         holders: dict[MetadataIndex, list[int]] = {}
@@ -101,7 +103,9 @@ class ShardSavePlanner(SavePlanner):
         plans = [
             SavePlan([item for item in plan.items if writer[item.index] == rank]) for rank, plan in enumerate(all_plans)
         ]
-        return plans, Metadata(dict(entries), planner_data=_row_id_sets([plan.planner_data for plan in all_plans]))
+        row_ids, row_sets = zip(*(plan.planner_data for plan in all_plans), strict=True)
+        names = {name: row_set for of_rank in row_sets for name, row_set in of_rank.items()}
+        return plans, Metadata(dict(entries), planner_data=(_row_id_sets(list(row_ids)), names))
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         return new_plan
@@ -113,12 +117,14 @@ class ShardSavePlanner(SavePlanner):
 
 
 def _row_id_sets(ranks: list[dict[str, LocalRowIds]]) -> dict[str, RowIdSet]:
-    """The row-id sets from the parts of all ranks; ranks of one tensor group bring the same part."""
+    """The row-id sets from the parts of all ranks. Ranks of one tensor group bring the same part, and stages of a
+    pipeline that have tables of the same set."""
     sets = {}
-    for name in ranks[0]:
-        segments = {local[name].data_rank: local[name].segment for local in ranks}
+    for name in sorted({name for of_rank in ranks for name in of_rank}):
+        parts = [of_rank[name] for of_rank in ranks if name in of_rank]
+        segments = {local.data_rank: local.segment for local in parts}
         ordered = [segments[rank] for rank in range(len(segments))]
-        sets[name] = RowIdSet(sum(segment.count for segment in ordered), ordered, ranks[0][name].table_rows)
+        sets[name] = RowIdSet(sum(segment.count for segment in ordered), ordered, parts[0].table_rows)
     return sets
 
 
@@ -136,10 +142,9 @@ class FolderWriter(StorageWriter):
     ):
         """`base`: the checkpoint that the touched rows of the state are the changes of; None: they are all rows."""
         self.folder, self.rank, self.run, self.lines, self.base = folder, rank, run, lines, base
-        self._row_ids = {name: tensor.row_ids for name, tensor in state.tensors.items()}
         touched = {name for name, local in state.row_ids.items() if local.table_rows is not None}
         ids = {state.row_ids[name].segment.tensor for name in touched}
-        self._chained = {name for name, row_set in self._row_ids.items() if row_set in touched or name in ids}
+        self._chained = {name for name, one in state.tensors.items() if one.row_ids in touched or name in ids}
         """Tensors that later checkpoints may link to."""
         self.written: set[tuple[str, tuple[int, ...]]] = set()
         """(name, offsets) of the shards that this rank has written."""
@@ -188,7 +193,8 @@ class FolderWriter(StorageWriter):
         ]
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        manifest = Manifest(self.run, row_ids=metadata.planner_data)
+        row_ids, row_sets = metadata.planner_data
+        manifest = Manifest(self.run, row_ids=row_ids)
         if any(row_ids.table_rows is not None for row_ids in manifest.row_ids.values()):
             manifest.version = TOUCHED_VERSION
         stored = {result.index: result.storage_data for rank_results in results for result in rank_results}
@@ -200,7 +206,7 @@ class FolderWriter(StorageWriter):
                 manifest.files[file] = size
                 chunks.append(Chunk(list(chunk.offsets), list(chunk.sizes), file, key, checksum))
             dtype = DTYPE_NAMES[entry.properties.dtype]
-            manifest.tensors[name] = Entry(dtype, list(entry.size), chunks, self._row_ids.get(name))
+            manifest.tensors[name] = Entry(dtype, list(entry.size), chunks, row_sets.get(name))
         self.total_bytes = sum(manifest.files.values())
         if self.base is not None:
             base = Manifest.read(self.base)

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from xgram_dist.checkpoint.init_from import InitSummary
+from xgram_dist.checkpoint.init_from import InitSummary, merge_summaries
 from xgram_dist.checkpoint.sharded_tensor import MOMENT_SUFFIXES, backbone_state
 from xgram_dist.engine.base import Engine
 from xgram_dist.errors import BadFileError, UserError, optional_package
@@ -205,4 +205,4 @@ def init_from_hf(folder: Path, engine: Engine, mesh: Mesh) -> list[InitSummary]:
         for shard in tensor.shards:
             weights.read(source, shard.offsets, shard.tensor)
     engine.after_load()
-    return [backbone, method] if method.total else [backbone]
+    return merge_summaries([backbone, method] if method.total else [backbone], mesh)

@@ -61,6 +61,17 @@ class _Summaries(dict[str, InitSummary]):
         return self.setdefault(component, InitSummary(component))
 
 
+def merge_summaries(of_stage: list[InitSummary], mesh: Mesh) -> list[InitSummary]:
+    """Those of all stages of a pipeline. One all-gather over its axis."""
+    merged: dict[str, InitSummary] = {}
+    for stage in mesh.pipeline.host.all_gather_object(of_stage):
+        for one in stage:
+            whole = merged.setdefault(one.component, InitSummary(one.component))
+            whole.taken, whole.total = whole.taken + one.taken, whole.total + one.total
+            whole.notes += [note for note in one.notes if note not in whole.notes]
+    return list(merged.values())
+
+
 def _component(tensor: str) -> str:
     words = tensor.split(".")
     if words[0] == "tables":
@@ -91,7 +102,7 @@ def init_from_checkpoint(
     shared_tables = [name for name in tables if f"tables.{name}.rows" in shapes]
     weights = [*same_shape, *gains, *(f"tables.{name}.{kind}" for name in shared_tables for kind in ("rows", "gates"))]
     needed = {tensor for name in weights if name in shapes for tensor in reader.tensors_of_weight(name)}
-    reader.verify(mesh.world, needed)
+    reader.verify(mesh.world, sorted(set().union(*mesh.pipeline.host.all_gather_object(needed))))
 
     summaries = _Summaries()
     load_shards(reader, same_shape, mesh)
@@ -113,10 +124,12 @@ def init_from_checkpoint(
                 summary.add(True, initializer.fill(number, name))
             else:
                 summary.add(False, f"not in the checkpoint: {INITIAL}")
+    known = {*backbone, *(f"tables.{name}.rows" for name in tables)}
+    known = set().union(*mesh.pipeline.host.all_gather_object(known))
     for name in (name for name in shapes if not name.endswith(".gates")):
-        if name not in backbone and name.removeprefix("tables.").removesuffix(".rows") not in tables:
+        if mesh.pipeline.first and name not in known:
             summaries.of(name).add(False, "not in this model")
-    return reader.facts, list(summaries.values())
+    return reader.facts, merge_summaries(list(summaries.values()), mesh)
 
 
 def _copy_gains(values: Tensor, tensor: ShardedTensor) -> str:

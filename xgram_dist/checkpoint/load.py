@@ -30,9 +30,10 @@ from xgram_dist.checkpoint.folder import FOLDER, list_steps, name_of
 from xgram_dist.checkpoint.manifest import Chunk
 from xgram_dist.checkpoint.reader import CheckpointReader
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError
-from xgram_dist.checkpoint.sharded_tensor import LocalShard, Tensors, backbone_state, table_state
+from xgram_dist.checkpoint.sharded_tensor import LocalShard, Tensors, backbone_state, shapes_of_all_stages, table_state
 from xgram_dist.engine.base import Engine
 from xgram_dist.errors import BadFileError
+from xgram_dist.model.pipeline_stages import plan_stages
 from xgram_dist.parallel.mesh import Mesh
 from xgram_dist.tables.optimizers.catchup_math import any_outside, saved_range
 from xgram_dist.tables.routing import Routing
@@ -89,7 +90,7 @@ def load_checkpoint(
     accept(facts)
     backbone = backbone_state(engine, mesh)
     rows = {} if tables is None else table_state(tables, mesh).row_tensors()
-    check_state(folder, reader.manifest, backbone | rows)
+    check_state(folder, reader.manifest, shapes_of_all_stages(backbone | rows, mesh))
     if not _same_layout(reader, engine, tables, mesh):
         reader.verify(mesh.world)  # several ranks will read the same chunks: verify each on one rank
     load_shards(reader, backbone, mesh)
@@ -123,8 +124,8 @@ def _same_layout(reader: CheckpointReader, engine: Engine, tables: TableShards |
     """Whether every rank holds just what a rank saved: then each chunk is read by one rank, and verified on the way.
     All ranks come to the same answer."""
     facts = reader.facts
-    saved = facts["ranks"], facts["data_ranks"], facts["tensor"], facts["engine"]
-    current = mesh.world.size, mesh.data.size, mesh.tensor.size, engine.config.parallel.engine
+    saved = facts["ranks"], facts["data_ranks"], facts["tensor"], facts["engine"], facts.get("stages", [])
+    current = mesh.world.size, mesh.data.size, mesh.tensor.size, engine.config.parallel.engine, stage_layers(engine)
     if saved != current:
         return False
     if tables is None:
@@ -135,10 +136,17 @@ def _same_layout(reader: CheckpointReader, engine: Engine, tables: TableShards |
     return all((tables.sharding.owners_of(ids) == rank).all() for rank, ids in segments)
 
 
+def stage_layers(engine: Engine) -> list[list[int]]:
+    """The layers of each stage of a pipeline; empty without one. It decides which rank saves what."""
+    if engine.mesh.pipeline.size == 1:
+        return []
+    return [list(stage.layers) for stage in plan_stages(engine.config)]
+
+
 def _load_tables(reader: CheckpointReader, tables: TableShards, mesh: Mesh) -> None:
     """The rows of every shard: those of the checkpoint, and for those that it does not hold, the formula."""
     replicated = reader.replicated_tensors("tables.")
-    found = [_adopt_rows(reader, shard, tables, mesh) for shard in tables]
+    found = [_adopt_rows(reader, shard, tables) for shard in tables]
     tensors = table_state(tables, mesh).row_tensors()
     for shard, (local_R, positions_R) in zip(tables, found, strict=True):
         of_shard = shard.state_dict()
@@ -166,11 +174,9 @@ def _step_limits(reader: CheckpointReader, shard: Shard) -> dict[str, tuple[int,
     return limits
 
 
-def _adopt_rows(
-    reader: CheckpointReader, shard: Shard, tables: TableShards, mesh: Mesh
-) -> tuple[NDArray[Any], NDArray[Any]]:
+def _adopt_rows(reader: CheckpointReader, shard: Shard, tables: TableShards) -> tuple[NDArray[Any], NDArray[Any]]:
     """(local rows that the checkpoint holds, their saved positions). A shard of touched rows makes room for them."""
-    saved, rank = reader.saved_rows_of(shard.names[0]), mesh.rows.rank
+    saved, rank = reader.saved_rows_of(shard.names[0]), tables.rank
     if isinstance(shard, TouchedShard):
         ids = shard.owned_rows(saved.rows)
         return shard.adopt(ids), saved.positions_of(ids)

@@ -35,7 +35,14 @@ from xgram_dist.checkpoint.folder import (
     remove_checkpoint,
 )
 from xgram_dist.checkpoint.lease import Lease
-from xgram_dist.checkpoint.sharded_tensor import CheckpointState, LocalShard, ShardedTensor, count_rows, place_rows
+from xgram_dist.checkpoint.sharded_tensor import (
+    CheckpointState,
+    LocalShard,
+    ShardedTensor,
+    count_rows,
+    place_rows,
+    rows_by_rank,
+)
 from xgram_dist.config.schema import CheckpointConfig
 from xgram_dist.console import ByteProgress
 from xgram_dist.parallel.device import empty_on_host, synchronize
@@ -142,7 +149,7 @@ class Saver:
         lines = ByteProgress(f"step {step}: checkpoint") if self.world.first else None
         try:
             unfinished = Path(self._on_rank_0(lambda: self._begin(step, files)))
-            placed = place_rows(state, dict(self.all_gather(count_rows(state))))
+            placed = place_rows(state, rows_by_rank(self.all_gather(count_rows(state))))
             writer = FolderWriter(unfinished, self.world.rank, facts, placed, lines, base)
             ignore_single_process_warning()
             save(

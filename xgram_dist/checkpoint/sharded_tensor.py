@@ -118,10 +118,16 @@ def backbone_state(engine: Engine, mesh: Mesh) -> Tensors:
     return tensors
 
 
+def shapes_of_all_stages(tensors: Tensors, mesh: Mesh) -> dict[str, tuple[int, ...]]:
+    """The tensors of all stages of a pipeline. One all-gather over the pipeline axis."""
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return {name: shape for stage in mesh.pipeline.host.all_gather_object(shapes) for name, shape in stage.items()}
+
+
 def table_state(shards: TableShards, mesh: Mesh, *, changed_rows: bool = False) -> CheckpointState:
     """Rows, gates and optimizer state of all tables. Columns are sharded over the tensor axis; all else is replicated
     over it. `changed_rows`: as in `training_state`."""
-    sharding, rank, num_rows = shards.sharding, mesh.rows.rank, shards.num_rows
+    sharding, rank, num_rows = shards.sharding, shards.rank, shards.num_rows
     tensors: Tensors = {}
     row_ids: dict[str, LocalRowIds] = {}
     for shard in shards:
@@ -158,6 +164,14 @@ def count_rows(state: CheckpointState) -> tuple[int, RowCounts]:
     ranks = [local.data_rank for local in state.row_ids.values()]
     touched = {name: one.segment.count for name, one in state.row_ids.items() if one.table_rows is not None}
     return max(ranks, default=0), touched
+
+
+def rows_by_rank(counts: list[tuple[int, RowCounts]]) -> dict[int, RowCounts]:
+    """`count_rows` of all ranks, by data rank. Stages of a pipeline have tables of other views, or of the same."""
+    found: dict[int, RowCounts] = {}
+    for rank, of_rank in counts:
+        found.setdefault(rank, {}).update(of_rank)
+    return found
 
 
 def place_rows(state: CheckpointState, counts: dict[int, RowCounts]) -> CheckpointState:

@@ -252,13 +252,13 @@ def _train_and_diagnose(args: argparse.Namespace, comparison: "Comparison", stat
 
 def _check_runs(comparison: "Comparison", ranks: int) -> None:
     """All are checked before the first is trained."""
-    from xgram_dist.config.validate import accumulation, check_degrees
+    from xgram_dist.config.validate import accumulation, check_degrees, data_ranks
     from xgram_dist.model.methods.base import check_files
 
     for planned in comparison.runs:
         check_files(planned.config)
         check_degrees(planned.config, ranks)
-        accumulation(planned.config, ranks // planned.config.parallel.tensor)
+        accumulation(planned.config, data_ranks(planned.config, ranks))
 
 
 def _write_results(

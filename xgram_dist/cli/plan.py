@@ -180,7 +180,8 @@ def _axes(args: argparse.Namespace, config: "Config") -> "Axes":
     from xgram_dist.estimate.comm import Axes
     from xgram_dist.estimate.exchange import default_ranks
 
-    sharers = config.parallel.tensor * config.parallel.context
+    parallel = config.parallel
+    sharers = parallel.tensor * parallel.context * parallel.pipeline
     ranks = default_ranks(config) * sharers if args.ranks is None else args.ranks
     if not 1 <= ranks <= MAX_RANKS:
         raise UserError(f"--ranks {one_line(str(ranks), 40)} is not from 1 to {MAX_RANKS}")

@@ -167,11 +167,11 @@ def _launch_with_restarts(args: argparse.Namespace) -> int:
 def _check_once(args: argparse.Namespace, config: "Config", folder: Path) -> None:
     """Refuse before any rank starts what one process can see, so that it is reported once."""
     from xgram_dist.checkpoint.lease import check_free
-    from xgram_dist.config.validate import accumulation, check_degrees
+    from xgram_dist.config.validate import accumulation, check_degrees, data_ranks
     from xgram_dist.train.run_dir import check_run_folder
 
     check_degrees(config, args.ranks)
-    accumulation(config, args.ranks // config.parallel.tensor)
+    accumulation(config, data_ranks(config, args.ranks))
     check_free(folder)
     check_run_folder(folder, config, args.fresh)
     _start_checkpoint(args, folder)

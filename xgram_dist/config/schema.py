@@ -413,7 +413,14 @@ class ParallelConfig(Section):
     """Degree of context parallelism: ranks of the data axis that share each sequence. A rank computes two of
     2 x context chunks, which must divide the sequence length ([training.md](training.md#long-sequences))."""
     pipeline: Count = 1
-    """Degree of pipeline parallelism: stages into which the layers are cut."""
+    """Degree of pipeline parallelism: ranks over which the layers, with their tables, are cut into stages."""
+    pipeline_schedule: Literal["1f1b", "zero_bubble"] = "1f1b"
+    """Order of the micro-batches in a pipeline. 1f1b: forward and backward in turn, so that a rank holds activations of
+    at most `pipeline` micro-batches; with several virtual stages, interleaved. zero_bubble: gradients of weights are
+    computed where a rank would wait. Only with engine = replicated, without compiled or recomputed blocks."""
+    virtual_stages: Count = 1
+    """Stages of each rank of a pipeline. More of them shorten the wait at the start and end of a step, and send more
+    activations."""
     sequence_parallel: bool = False
     """Shard activations between layers over the tensor axis, by sequence (as in Megatron)."""
     zero_stage: Literal[1, 2, 3] = 1

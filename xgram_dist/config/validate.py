@@ -13,6 +13,7 @@ def check(config: Config) -> None:
     """Without touching the file system."""
     _check_model(config)
     _check_parallel(config)
+    _check_pipeline(config)
     _check_placement(config)
     _check_stored_types(config)
     stages = [stage.remote for stage in config.data.stages]
@@ -40,7 +41,25 @@ def accumulation(config: Config, ranks: int) -> int:
             f"{train.micro_batch} x {batch} rank{'s' if batch > 1 else ''}{shared}, so accumulation would not be "
             f"whole; change one of the two"
         )
+    _check_pipeline_batches(config, whole)
     return whole
+
+
+def _check_pipeline_batches(config: Config, micro_batches: int) -> None:
+    """A pipeline is full with a micro-batch for each of its ranks; interleaved, they come in rounds of that many."""
+    parallel = config.parallel
+    if parallel.pipeline == 1:
+        return
+    rounds = max(1, micro_batches // parallel.pipeline)
+    in_rounds = parallel.virtual_stages > 1 or parallel.pipeline_schedule == "zero_bubble"
+    if micro_batches < parallel.pipeline or (in_rounds and micro_batches % rounds):
+        needed = "a multiple of" if micro_batches > parallel.pipeline else "at least"
+        raise UserError(
+            f"train.global_batch = {config.train.global_batch} and train.micro_batch = {config.train.micro_batch} give "
+            f"a rank {micro_batches} micro-batch{'es' if micro_batches > 1 else ''} a step, but parallel.pipeline = "
+            f"{parallel.pipeline} needs {needed} {parallel.pipeline}; raise train.global_batch or lower one of the "
+            f"others"
+        )
 
 
 def _check_model(config: Config) -> None:
@@ -117,6 +136,44 @@ def _check_context(config: Config) -> None:
             )
 
 
+def _check_pipeline(config: Config) -> None:
+    """What a pipeline does not combine with is refused by name."""
+    parallel, train, memory = config.parallel, config.train, config.memory
+    degree, schedule = f"parallel.pipeline = {parallel.pipeline}", parallel.pipeline_schedule
+    if parallel.pipeline == 1:
+        key, value = ("virtual_stages", str(parallel.virtual_stages))
+        if parallel.virtual_stages == 1:
+            key, value = "pipeline_schedule", schedule
+        if value not in ("1", "1f1b"):
+            raise UserError(
+                f"parallel.{key} = {value} is of a pipeline, but the recipe has {degree}; take it out or set "
+                f"parallel.pipeline"
+            )
+        return
+    if config.model.layers < parallel.pipeline * parallel.virtual_stages:
+        raise UserError(
+            f"model.layers = {config.model.layers} cannot be cut into parallel.pipeline = {parallel.pipeline} x "
+            f"parallel.virtual_stages = {parallel.virtual_stages} stages; lower one of the two"
+        )
+    refused = [
+        ("parallel.zero_stage", parallel.zero_stage, parallel.zero_stage > 1, "parallel.zero_stage=1"),
+        ("parallel.offload", "true", parallel.offload, "parallel.offload=false"),
+        ("memory.window", memory.window, memory.window != "step", "memory.window=step"),
+        ("train.check_finite", train.check_finite, train.check_finite != "step", "train.check_finite=step"),
+        ("train.diagnose_every", train.diagnose_every, train.diagnose_every > 0, "it to 0 and diagnose checkpoints"),
+    ]
+    if schedule == "zero_bubble":
+        degree = "parallel.pipeline_schedule = zero_bubble"
+        refused += [
+            ("parallel.engine", parallel.engine, parallel.engine != "replicated", "parallel.engine=replicated"),
+            ("train.compile", "true", train.compile, "train.compile=false"),
+            ("train.activation_checkpointing", "true", train.activation_checkpointing, "it to false"),
+        ]
+    for name, setting, is_refused, way_out in refused:
+        if is_refused:
+            raise UserError(f"{name} = {setting} is not offered with {degree}; set {way_out}")
+
+
 def _check_placement(config: Config) -> None:
     memory = config.memory
     if memory.placement == "disk" and memory.folder is None:
@@ -159,6 +216,11 @@ def _check_stored_types(config: Config) -> None:
                 f"memory.{key} = bf16 is of memory.optimizer = catch_up and lazy, but the recipe has "
                 f"{memory.optimizer}; set memory.optimizer=catch_up, or memory.{key}=fp32"
             )
+
+
+def data_ranks(config: Config, ranks: int) -> int:
+    """Ranks of the data axis, of so many ranks."""
+    return ranks // (config.parallel.tensor * config.parallel.pipeline)
 
 
 def check_degrees(config: Config, ranks: int) -> None:

@@ -2,6 +2,7 @@
 
     for each micro-batch:   loss, cross_entropy = engine.loss(tokens, slots, values, warmup)
                             engine.backward(loss / micro_batches, last=...)
+    in a pipeline:          engine.pipeline.train(...) makes these calls for its stages (pipeline.py)
     outcome = engine.clip(mean_loss, table_squares)      the joint norm: clip the step, or skip it
     engine.update(learning_rate, outcome)
 
@@ -21,6 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from xgram_dist.config import Config
+from xgram_dist.engine.pipeline import Pipeline
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.optim.backbone_adamw import MOMENTS, build_adamw, create_state, set_learning_rate, set_step_count
 from xgram_dist.optim.backbone_muon import BackboneMuon, is_muons
@@ -69,11 +71,20 @@ class Engine(ABC):
         """The dimension that is sharded over the tensor axis, for each such parameter."""
         self.spike_guard = SpikeGuard(config.train.spike_sigmas)
         self._step_count = 0
+        self.pipeline = Pipeline(self) if mesh.pipeline.size > 1 else None
 
-    @abstractmethod
     def loss(self, *args: Any) -> tuple[Tensor, Tensor]:
         """`Transformer.loss` through the engine; under `torch.no_grad`, too, for validation. Where parameters are
-        sharded, every rank of the data axis must call it the same number of times."""
+        sharded, every rank of the data axis must call it the same number of times. In a pipeline it is for validation
+        alone: all stages call it, and get the same."""
+        if self.pipeline is not None:
+            return self.pipeline.evaluate(*args)
+        loss, entropy = self.forward(*args, with_loss=True)
+        return loss, entropy
+
+    @abstractmethod
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """`Transformer.forward` through the engine."""
 
     @abstractmethod
     def backward(self, loss: Tensor, *, last: bool) -> None:
@@ -86,9 +97,13 @@ class Engine(ABC):
         `loss`: of the step, the same on every rank. `table_squares`: square sum of all table gradients, already reduced
         over ranks. The tables may be updated between `clip` and `update`."""
         gradients = self._local_gradients()
+        counted = gradients
+        if self.pipeline is not None:
+            counted = self.pipeline.sum_shared(gradients)
         squares = backbone_square_sum(
-            gradients, self.tensor_dims, shard=self.shard, tensor=self.mesh.tensor, device=self.device
+            counted, self.tensor_dims, shard=self.shard, tensor=self.mesh.tensor, device=self.device
         )
+        self.mesh.pipeline.all_reduce_sum(squares)
         outcome = clip_by_joint_norm(squares, table_squares, loss, self.config.optimizer.clip_norm, self.spike_guard)
         if outcome.factor < 1 and gradients:
             torch._foreach_mul_([gradient for _, gradient in gradients], outcome.factor)

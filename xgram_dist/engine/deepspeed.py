@@ -61,13 +61,13 @@ class DeepSpeedEngine(Engine):
                 for chunk in shard.chunks:
                     chunk.tensor.copy_(initial[shard.name][chunk.slices])
 
-    def loss(self, *args: Any) -> tuple[Tensor, Tensor]:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
         # Stage 3's hooks write into dicts among the arguments: they get copies.
         copied = (dict(argument) if isinstance(argument, dict) else argument for argument in args)
-        loss, entropy = self.engine(*copied, with_loss=True)
+        outputs = self.engine(*copied, **kwargs)
         if not torch.is_grad_enabled():
             self.partitions.release_gathered()
-        return loss, entropy
+        return outputs
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         self.engine.set_gradient_accumulation_boundary(last)
@@ -127,7 +127,7 @@ REFUSED = {
     "managed_gradient_accumulation": "train.global_batch and train.micro_batch decide",
     "tensor_parallel": "parallel.tensor decides",
     "sequence_parallel_size": "parallel.sequence_parallel and parallel.context decide",
-    "pipeline": "there is no pipeline parallelism here",
+    "pipeline": "parallel.pipeline decides",
     "expert_parallel": "there is no expert parallelism here",
     "compile": "train.compile decides",
     "zero_optimization.cpu_offload": "parallel.offload decides",

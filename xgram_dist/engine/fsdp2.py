@@ -32,11 +32,11 @@ class Fsdp2Engine(LocalEngine):
         weights = {name: _local_chunk(parameters[name], shape, mesh) for name, shape in shapes.items()}
         super().__init__(config, model, mesh, device, mesh.shard, weights)
 
-    def loss(self, *args: Any) -> tuple[Tensor, Tensor]:
-        loss, entropy = self.model(*args, with_loss=True)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        outputs = self.model(*args, **kwargs)
         if not torch.is_grad_enabled():
             self._reshard()  # which else the backward pass does
-        return loss, entropy
+        return outputs
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         root = self.units[-1]
@@ -70,10 +70,11 @@ def _apply_fsdp(config: Config, model: Transformer, mesh: DeviceMesh) -> list[FS
     )
     for block in model.blocks:
         fully_shard(block, mesh=mesh, reshard_after_forward=config.parallel.reshard, mp_policy=policy)
-    for module in (model.head, model):  # the backward pass begins with these: resharding them would be for nothing
+    ends = (model,) if model.head is None else (model.head, model)
+    for module in ends:  # the backward pass begins with these: resharding them would be for nothing
         fully_shard(module, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
-    units = [module for module in (*model.blocks, model.head, model) if isinstance(module, FSDPModule)]
-    assert len(units) == len(model.blocks) + 2
+    units = [module for module in (*model.blocks, *ends) if isinstance(module, FSDPModule)]
+    assert len(units) == len(model.blocks) + len(ends)
     return units
 
 

@@ -20,8 +20,8 @@ class ReplicatedEngine(LocalEngine):
         weights = {name: Chunk((0,) * p.dim(), p) for name, p in model.named_parameters()}
         super().__init__(config, model, mesh, device, ProcessGroup(), weights)
 
-    def loss(self, *args: Any) -> tuple[Tensor, Tensor]:
-        return self.model.loss(*args)
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self.model(*args, **kwargs)
 
     def backward(self, loss: Tensor, *, last: bool) -> None:
         loss.backward()

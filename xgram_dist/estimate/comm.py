@@ -1,6 +1,6 @@
 """Bytes that a rank sends in a step, by collective and mesh axis.
 
-    world = data x tensor        tensor is the inner axis
+    world = pipeline x data x tensor    tensor is the innermost axis
     data  = replicate x shard    shard is the inner one; without replicas it is the whole data axis
     data  = replicas x rows        of the tables; rows is the inner one; without replicas it is the whole data axis
     data  = batch x context        context is the inner one: ranks that share each sequence
@@ -14,14 +14,15 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from xgram_dist.config.schema import Config
-from xgram_dist.config.validate import check_degrees
+from xgram_dist.config.validate import check_degrees, data_ranks
 from xgram_dist.errors import UserError
-from xgram_dist.model.methods.base import method_of
+from xgram_dist.model.methods.base import MemoryMethod, method_of
+from xgram_dist.model.pipeline_stages import PipelineStage, layers_of, plan_stages, whole_model
 from xgram_dist.parallel.device import DTYPES
-from xgram_dist.tables.layout import RESIDUAL_SITES, site_width
+from xgram_dist.tables.layout import ALL_LAYERS, RESIDUAL_SITES, TableLayout, site_width
 
-Axis = Literal["world", "data", "tensor", "replicate", "shard", "replicas", "rows", "context"]
-Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all"]
+Axis = Literal["world", "data", "tensor", "replicate", "shard", "replicas", "rows", "context", "pipeline"]
+Collective = Literal["all-reduce", "reduce-scatter", "all-gather", "all-to-all", "send"]
 
 FP32 = 4
 TABLE_MESSAGES = (
@@ -59,19 +60,24 @@ def read_tokens(config: Config) -> int:
 
 @dataclass(frozen=True)
 class Axes:
-    """Sizes of the mesh axes."""
+    """Sizes of the mesh axes, and the rank of the pipeline axis whose figures are asked for."""
 
     data: int
     tensor: int = 1
     replicate: int = 1
     replicas: int = 1
     context: int = 1
+    pipeline: int = 1
+    table_stages: int = 1
+    """Ranks of the pipeline axis that share the rows of a table: all, where one table serves all layers."""
+    at: int = 0
+    """Rank of the pipeline axis."""
 
     @staticmethod
     def of(config: Config, ranks: int) -> "Axes":
         check_degrees(config, ranks)
-        tensor, shard = config.parallel.tensor, config.memory.shard
-        data = ranks // tensor
+        tensor, shard, pipeline = config.parallel.tensor, config.memory.shard, config.parallel.pipeline
+        data = data_ranks(config, ranks)
         rows = (
             {"world": data, "node": max(1, min(ranks, NODE_RANKS) // tensor)}[shard]
             if isinstance(shard, str)
@@ -79,12 +85,40 @@ class Axes:
         )
         if data % rows:
             raise UserError(f"memory.shard = node: {ranks} ranks are not whole nodes of {NODE_RANKS}; change --ranks")
-        return Axes(data, tensor, config.parallel.replicate, data // rows, config.parallel.context)
+        shares = any(table.layer == ALL_LAYERS for table in method_of(config).layout().tables)
+        return Axes(
+            data,
+            tensor,
+            config.parallel.replicate,
+            data // rows,
+            config.parallel.context,
+            pipeline,
+            pipeline if shares else 1,
+        )
 
     @property
     def rows(self) -> int:
-        """Ranks that hold the tables once."""
-        return self.data // self.replicas
+        """Ranks over which the rows of a table are sharded."""
+        return self.table_stages * self.data // self.replicas
+
+    def stages(self, config: Config) -> tuple[PipelineStage, ...]:
+        """Of this rank of the pipeline axis."""
+        if self.pipeline == 1:
+            return (whole_model(config),)
+        return plan_stages(config)[self.at :: self.pipeline]
+
+    def method(self, config: Config) -> MemoryMethod:
+        """With the tables of this rank's layers."""
+        return method_of(config, layers_of(self.stages(config)))
+
+    def layout(self, config: Config) -> TableLayout:
+        """The tables of this rank's layers, with its columns."""
+        return self.method(config).layout(self.tensor)
+
+    def row_gates(self, config: Config) -> int:
+        """Gates of a row, over all tables of this rank's layers."""
+        layout = self.layout(config)
+        return len(layout.tables) if config.memory.row_gates and layout.hashed else 0
 
     @property
     def shard(self) -> int:
@@ -92,7 +126,7 @@ class Axes:
 
     @property
     def world(self) -> int:
-        return self.data * self.tensor
+        return self.pipeline * self.data * self.tensor
 
     def size(self, axis: Axis) -> int:
         sizes = {"world": self.world, "shard": self.shard, "rows": self.rows, **asdict(self)}
@@ -106,6 +140,7 @@ class Axes:
             "rows": self.rows * self.tensor,
             "context": self.context * self.tensor,
         }
+        spans["data"] = spans["replicate"] = spans["replicas"] = self.data * self.tensor
         return spans.get(axis, self.world)
 
 
@@ -128,7 +163,7 @@ class Message:
 
 def ring_bytes(collective: Collective, size: float, ranks: int) -> float:
     """Bytes that a rank sends; `size`: bytes of the full tensor that is reduced, gathered or scattered."""
-    assert collective != "all-to-all"
+    assert collective not in ("all-to-all", "send")
     rounds = 2 if collective == "all-reduce" else 1
     return rounds * size * (ranks - 1) / ranks
 
@@ -157,17 +192,20 @@ def plan_tensor_messages(config: Config, axes: Axes, micro_batches: int, distinc
         return []
     model, recomputed = config.model, config.train.activation_checkpointing
     tokens = rank_tokens(config) * micro_batches
-    hidden, layers = compute_bytes(config) * tokens * model.width, model.layers
+    stages = axes.stages(config)
+    hidden, layers = compute_bytes(config) * tokens * model.width, len(layers_of(stages))
     passes = 3 if recomputed else 2
+    has_head = int(stages[-1].is_last)
     messages = [
         ring_message("norms of q and k", "all-reduce", "tensor", axes, FP32 * 2 * tokens * layers * passes),
-        ring_message("loss", "all-reduce", "tensor", axes, FP32 * 3 * tokens),
+        ring_message("loss", "all-reduce", "tensor", axes, FP32 * 3 * tokens * has_head),
     ]
     # Embedding, two layers a block, head; forward and backward.
-    reductions = 2 + 4 * layers + (layers if recomputed else 0)
+    ends = int(stages[0].is_first) + has_head
+    reductions = ends + 4 * layers + (layers if recomputed else 0)
     if config.parallel.sequence_parallel:
-        gathers = 2 + 4 * layers + (2 * layers if recomputed else 0)
-        replicated = _replicated_gradient_bytes(config, micro_batches)
+        gathers = ends + 4 * layers + (2 * layers if recomputed else 0)
+        replicated = _replicated_gradient_bytes(config, axes, micro_batches)
         messages += [
             ring_message("activations", "all-gather", "tensor", axes, hidden * gathers),
             ring_message("activations", "reduce-scatter", "tensor", axes, hidden * reductions),
@@ -175,7 +213,7 @@ def plan_tensor_messages(config: Config, axes: Axes, micro_batches: int, distinc
         ]
     else:
         messages.append(ring_message("activations", "all-reduce", "tensor", axes, hidden * reductions))
-    method = method_of(config)
+    method = axes.method(config)
     if method.extraction.enabled and method.extraction.norm:
         views = sum(table.site not in RESIDUAL_SITES for table in method.layout().tables)
         size = FP32 * distinct_tokens * views * passes * micro_batches
@@ -188,10 +226,11 @@ def plan_context_messages(config: Config, axes: Axes, micro_batches: int) -> lis
     ring, they are as many bytes. Activation checkpointing repeats what blocks do forward."""
     if axes.context == 1:
         return []
-    model, train, method = config.model, config.train, method_of(config)
-    size, layers, forwards = compute_bytes(config), range(model.layers), 2 if train.activation_checkpointing else 1
+    model, train, method = config.model, config.train, axes.method(config)
+    layers = layers_of(axes.stages(config))
+    size, forwards = compute_bytes(config), 2 if train.activation_checkpointing else 1
     sequences = train.micro_batch * micro_batches
-    both = sequences * model.sequence_length * 2 * size * site_width(config, "v") / axes.tensor * model.layers
+    both = sequences * model.sequence_length * 2 * size * site_width(config, "v") / axes.tensor * len(layers)
     states = sequences * 2 * axes.context * size * model.width * sum(map(method.exchanged_positions, layers))
     counts = FP32 * micro_batches * sum(map(method.summed_numbers, layers))
     return [
@@ -203,10 +242,32 @@ def plan_context_messages(config: Config, axes: Axes, micro_batches: int) -> lis
     ]
 
 
-def _replicated_gradient_bytes(config: Config, micro_batches: int) -> float:
+def plan_pipeline_messages(config: Config, axes: Axes, micro_batches: int) -> list[Message]:
+    """The residual stream to the next stage and its gradient to the one before, for each micro-batch. With MoLE also
+    the gradient of the embedding, which all stages hold."""
+    if axes.pipeline == 1:
+        return []
+    model = config.model
+    sequence = axes.tensor if config.parallel.sequence_parallel else 1
+    size = compute_bytes(config) * rank_tokens(config) * model.width / sequence
+    stages = axes.stages(config)
+    forward, backward = sum(not one.is_last for one in stages), sum(not one.is_first for one in stages)
+    messages = [
+        Message("activations of a stage", "send", "pipeline", axes.pipeline, size * micro_batches * forward),
+        Message("gradients of a stage", "send", "pipeline", axes.pipeline, size * micro_batches * backward),
+        ring_message("norm and loss", "all-reduce", "pipeline", axes, 8 + 2 * 8 * micro_batches),
+    ]
+    if method_of(config).reads_embeddings:
+        shard = axes.shard if config.parallel.engine == "hsdp" else 1
+        gradient = FP32 * model.vocabulary * model.width / axes.tensor / shard
+        messages.append(ring_message("gradient of the embedding", "all-reduce", "pipeline", axes, gradient))
+    return messages
+
+
+def _replicated_gradient_bytes(config: Config, axes: Axes, micro_batches: int) -> float:
     """Gradients of parameters that every rank holds whole and applies to its part of the sequence."""
-    method = method_of(config)
-    elements = (1 + 2 * config.model.layers) * config.model.width
+    method, stages = axes.method(config), axes.stages(config)
+    elements = (int(stages[-1].is_last) + 2 * len(layers_of(stages))) * config.model.width
     for table in method.layout().tables:
         taps = method.extractor_taps(table.site)
         if table.site in RESIDUAL_SITES and taps:

@@ -20,7 +20,7 @@ from typing import Literal
 from xgram_dist.config.schema import Config
 from xgram_dist.estimate.comm import FP32, Axes, compute_bytes, rank_tokens
 from xgram_dist.estimate.flops import block_flops_per_token, plan_budget
-from xgram_dist.model.methods.base import method_of, table_layout
+from xgram_dist.model.methods.base import method_of
 from xgram_dist.tables.layout import site_width
 
 PartName = Literal["head", "blocks", "extraction", "scatter", "exchange", "update"]
@@ -81,6 +81,8 @@ def plan_compute_parts(config: Config, axes: Axes, micro_batches: int, gradient_
 
 
 def _head(config: Config, axes: Axes, tokens: float) -> Part:
+    if not axes.stages(config)[-1].is_last:
+        return Part("head")
     model, size = config.model, compute_bytes(config)
     vocabulary = model.vocabulary / axes.tensor
     per_logit = HEAD_COMPILED_PASSES * size if config.train.compile else HEAD_EAGER_BYTES[size]
@@ -91,7 +93,7 @@ def _head(config: Config, axes: Axes, tokens: float) -> Part:
 
 def _blocks(config: Config, axes: Axes, tokens: float) -> Part:
     """Activation checkpointing repeats the forward pass."""
-    model, train = config.model, config.train
+    model, train, share = config.model, config.train, _share_of_layers(config, axes)
     forward = (
         2 * model.layers * model.attention_width * model.sequence_length
     )  # attention over half the sequence on average
@@ -106,29 +108,39 @@ def _blocks(config: Config, axes: Axes, tokens: float) -> Part:
     numbers *= 1.0 if train.compile else EAGER_FACTOR
     return Part(
         "blocks",
-        passes * matmul * tokens / axes.tensor,
+        share * passes * matmul * tokens / axes.tensor,
         # Backward of attention recomputes the scores: 2.5 times forward.
-        (passes + 0.5) * forward * tokens / axes.tensor,
-        compute_bytes(config) * numbers * model.layers * tokens,
+        share * (passes + 0.5) * forward * tokens / axes.tensor,
+        compute_bytes(config) * numbers * len(axes.method(config).held) * tokens,
     )
+
+
+def _share_of_layers(config: Config, axes: Axes) -> float:
+    """Those of this rank of a pipeline."""
+    return len(axes.method(config).held) / config.model.layers
+
+
+def _retrieved_width(config: Config, axes: Axes) -> float:
+    """Numbers that a token retrieves in the layers of this rank."""
+    return _share_of_layers(config, axes) * method_of(config).retrieved_width()
 
 
 def _extraction(config: Config, axes: Axes, tokens: float) -> Part:
     forwards = 2 if config.train.activation_checkpointing else 1
     view = forwards * EXTRACTION_FORWARD[0] + EXTRACTION_BACKWARD[0]
     site = forwards * EXTRACTION_FORWARD[1] + EXTRACTION_BACKWARD[1]
-    tables = table_layout(config, axes.tensor).tables
+    tables = axes.layout(config).tables
     # A site is as wide as one of its views.
     sites = {(table.layer, table.site): table.width for table in tables}
-    numbers = view * method_of(config).retrieved_width() / axes.tensor + site * sum(sites.values())
+    numbers = view * _retrieved_width(config, axes) / axes.tensor + site * sum(sites.values())
     return Part("extraction", bytes=FP32 * numbers * tokens if tables else 0.0)
 
 
 def _scatter(config: Config, axes: Axes, tokens: float, micro_batches: int, rows: float) -> Part:
-    layout = table_layout(config, axes.tensor)
+    layout = axes.layout(config)
     if not layout.tables:
         return Part("scatter")
-    positions = SCATTER_TOKEN_PASSES * tokens * method_of(config).retrieved_width() / axes.tensor
+    positions = SCATTER_TOKEN_PASSES * tokens * _retrieved_width(config, axes) / axes.tensor
     summed = SCATTER_ROW_PASSES * rows * layout.width * micro_batches
     return Part("scatter", bytes=FP32 * (positions + summed))
 
@@ -136,7 +148,7 @@ def _scatter(config: Config, axes: Axes, tokens: float, micro_batches: int, rows
 def exchange_bytes(config: Config, axes: Axes, hit_rows: float, vectors: float) -> float:
     """Of device memory, by fetch and return. `hit_rows`: rows of this rank that any rank reads in the step. `vectors`:
     distinct tokens of this rank, over all windows."""
-    layout = table_layout(config, axes.tensor)
+    layout = axes.layout(config)
     rows, tokens = EXCHANGE_GATED if layout.hashed else EXCHANGE_PLAIN
     tokens += 2 * config.memory.routing.paths if layout.hashed else 0
     remote = EXCHANGE_REMOTE * (1 - 1 / axes.rows)

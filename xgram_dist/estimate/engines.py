@@ -42,7 +42,7 @@ class EngineEstimate:
 
 
 def plan_engine(config: Config, axes: Axes, micro_batches: int) -> EngineEstimate:
-    shapes = parameter_shapes(config, axes.tensor)
+    shapes = parameter_shapes(config, axes.tensor, axes.stages(config))
     if config.parallel.engine == "replicated":
         return _replicated(config, axes, shapes)
     if config.parallel.engine == "hsdp":

@@ -22,6 +22,7 @@ from xgram_dist.estimate.comm import (
     compute_bytes,
     merge_messages,
     plan_context_messages,
+    plan_pipeline_messages,
     plan_tensor_messages,
     ring_message,
 )
@@ -34,6 +35,7 @@ from xgram_dist.estimate.step_time import Machine, StepTime, step_time
 from xgram_dist.estimate.tables import TableEstimate, plan_rank_tables
 from xgram_dist.estimate.traffic import Traffic
 from xgram_dist.model.methods.base import table_layout
+from xgram_dist.model.pipeline_stages import PipelineStage
 
 BF16 = 2
 MAX_GROUP = 8
@@ -50,6 +52,8 @@ class LayoutEstimate:
     time: StepTime
     tables: TableEstimate | None = None
     """None without row-sharded tables."""
+    stages: tuple[PipelineStage, ...] = ()
+    """Of the rank whose memory it is."""
 
     @property
     def device_bytes(self) -> float:
@@ -69,6 +73,8 @@ class LayoutEstimate:
             "name": self.name,
             "data": self.axes.data,
             "tensor": self.axes.tensor,
+            "pipeline": self.axes.pipeline,
+            "stage_layers": [list(stage.layers) for stage in self.stages],
             "replicate": self.axes.replicate,
             "shard": self.axes.shard,
             "replicas": self.axes.replicas,
@@ -90,7 +96,14 @@ class LayoutEstimate:
 def plan_layout(
     config: Config, axes: Axes, machine: Machine, traffic: Traffic | None, name: str = ""
 ) -> LayoutEstimate:
-    """`traffic`: None for a recipe without tables."""
+    """`traffic`: None for a recipe without tables. In a pipeline: of the rank that holds most, with the time of the
+    slowest one."""
+    ranks = [_plan_rank(config, replace(axes, at=at), machine, traffic, name) for at in range(axes.pipeline)]
+    most, slowest = max(ranks, key=lambda one: one.device_bytes), max(ranks, key=lambda one: one.time.one_by_one)
+    return replace(most, time=slowest.time)
+
+
+def _plan_rank(config: Config, axes: Axes, machine: Machine, traffic: Traffic | None, name: str) -> LayoutEstimate:
     micro_batches = accumulation(config, axes.data)
     engine = plan_engine(config, axes, micro_batches)
     tables = None if traffic is None else plan_rank_tables(config, axes, micro_batches, traffic)
@@ -98,13 +111,14 @@ def plan_layout(
     allocations = [
         *engine.allocations,
         *(tables.allocations if tables else ()),
-        *plan_activations(config, axes),
+        *plan_activations(config, axes, micro_batches),
     ]
     messages = [
         *(tables.messages if tables else ()),
         *engine.messages,
         *plan_tensor_messages(config, axes, micro_batches, distinct_tokens),
         *plan_context_messages(config, axes, micro_batches),
+        *plan_pipeline_messages(config, axes, micro_batches),
         *_scalar_messages(axes),
     ]
     updates = {"backbone": (UPDATE_PASSES * FP32 * engine.updated_parameters, engine.update_on_host)}
@@ -116,10 +130,18 @@ def plan_layout(
     compute = plan_compute_parts(config, axes, micro_batches, distinct_tokens)
     exchanged = tables.exchange_bytes if tables else 0.0
     staged = tables.staged_bytes if tables else 0.0
-    time = step_time(config, axes, machine, messages, compute, updates, exchanged, host_device_bytes, staged)
-    return LayoutEstimate(
-        name, axes, micro_batches, merge_allocations(allocations), merge_messages(messages), time, tables
-    )
+    wait = bubble_share(config, axes, micro_batches)
+    time = step_time(config, axes, machine, messages, compute, updates, exchanged, host_device_bytes, staged, wait)
+    merged = merge_allocations(allocations), merge_messages(messages)
+    return LayoutEstimate(name, axes, micro_batches, *merged, time, tables, axes.stages(config))
+
+
+def bubble_share(config: Config, axes: Axes, micro_batches: int) -> float:
+    """Time that a rank of a pipeline waits at the start and end of a step, of the time it computes: a forward and a
+    backward for each other rank, of a stage; a third of that where gradients of weights fill it."""
+    parallel = config.parallel
+    unfilled = 1 / 3 if parallel.pipeline_schedule == "zero_bubble" else 1.0
+    return unfilled * (axes.pipeline - 1) / (parallel.virtual_stages * micro_batches)
 
 
 def _scalar_messages(axes: Axes) -> list[Message]:
@@ -170,8 +192,9 @@ def group_size(ranks: int) -> int:
 
 
 def paper_layout(config: Config, ranks: int, machine: Machine) -> LayoutEstimate:
-    """It has no tensor and no context axis: all ranks have sequences of their own."""
-    parallel = config.parallel.model_copy(update={"tensor": 1, "context": 1, "sequence_parallel": False})
+    """It has no tensor, context and pipeline axis: all ranks have sequences of their own and all layers."""
+    alone = {"tensor": 1, "context": 1, "pipeline": 1, "pipeline_schedule": "1f1b", "virtual_stages": 1}
+    parallel = config.parallel.model_copy(update={"sequence_parallel": False, **alone})
     config = config.model_copy(update={"parallel": parallel})
     group = group_size(ranks)
     axes = Axes(ranks, 1, ranks // group)

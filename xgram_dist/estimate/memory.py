@@ -51,8 +51,9 @@ def merge_allocations(allocations: list[Allocation]) -> list[Allocation]:
 # Activations and the loss
 
 
-def plan_activations(config: Config, axes: Axes) -> list[Allocation]:
-    """What forward and backward of a micro-batch hold.
+def plan_activations(config: Config, axes: Axes, micro_batches: int = 1) -> list[Allocation]:
+    """What forward and backward of a micro-batch hold; in a pipeline, of those that are under way. `micro_batches`: of
+    a step.
 
     Counted as autograd saves tensors, operation by operation, or, for compiled blocks, as torch's partitioner does.
     Norms and extraction are fp32, the rest is in the compute type. With activation checkpointing each block saves its
@@ -62,25 +63,51 @@ def plan_activations(config: Config, axes: Axes) -> list[Allocation]:
     model, size = config.model, compute_bytes(config)
     tokens = rank_tokens(config)
     sequence_ranks = axes.tensor if config.parallel.sequence_parallel else 1
-    blocks = [tokens * block_activation_bytes(config, layer, axes.tensor) for layer in range(model.layers)]
+    stages, recomputes = axes.stages(config), config.train.activation_checkpointing
+    residual = tokens * model.width * size / sequence_ranks
     final_norm = tokens * model.width * (2 * FP32 / sequence_ranks + size) + tokens * FP32
     token_ids = tokens * 2 * INT64
-    loss, remote = _loss_bytes(config, axes.tensor), _remote_keys_and_values_bytes(config, axes)
-    if not config.train.activation_checkpointing:
-        saved = sum(blocks) + (final_norm + token_ids)
-        return [
-            Allocation("activations", saved, "compute"),
-            Allocation("keys_and_values", remote * model.layers, "compute"),
-            Allocation("loss", loss, "compute"),
-        ]
-    inputs = model.layers * tokens * model.width * size / sequence_ranks
-    recomputed = max(blocks)
-    return [
-        Allocation("activations", inputs + (final_norm + token_ids) + recomputed, "compute"),
+    loss = _loss_bytes(config, axes.tensor) if stages[-1].is_last else 0.0
+    saved = recomputed = 0.0
+    largest = 0
+    """Blocks whose remote keys and values are held at once."""
+    for stage, count in zip(stages, micro_batches_under_way(config, axes, micro_batches), strict=True):
+        blocks = [tokens * block_activation_bytes(config, layer, axes.tensor) for layer in stage.layers]
+        of_stage = len(blocks) * residual if recomputes else sum(blocks)
+        # What a stage has sent stays until its gradient comes.
+        of_stage += final_norm + token_ids if stage.is_last else residual
+        saved += count * of_stage
+        recomputed = max(recomputed, *blocks) if recomputes else 0.0
+        largest = 1 if recomputes else largest + count * len(blocks)
+    remote = largest * _remote_keys_and_values_bytes(config, axes)
+    allocations = [
+        Allocation("activations", saved + recomputed, "compute"),
         Allocation("keys_and_values", remote, "compute"),
         # The loss is done before the first block is recomputed.
-        Allocation("loss", max(0.0, loss - recomputed - remote), "compute"),
+        Allocation("loss", max(0.0, loss - recomputed - (remote if recomputes else 0.0)), "compute"),
     ]
+    if axes.pipeline > 1:  # a gradient that comes, and one that leaves
+        ends = int(stages[0].is_first) + int(stages[-1].is_last)
+        allocations.append(Allocation("stage_buffers", (2 * len(stages) - ends) * residual, "compute"))
+    return allocations
+
+
+def micro_batches_under_way(config: Config, axes: Axes, micro_batches: int) -> list[int]:
+    """For each stage of this rank, the micro-batches that have been forward and not backward, when they are most. As
+    torch's schedules order them: so many forwards first, then a forward and a backward in turn."""
+    ranks, stages = axes.pipeline, len(axes.stages(config))
+    if ranks == 1:
+        return [1]
+    last = ranks - 1 - axes.at
+    if stages == 1 and config.parallel.pipeline_schedule == "1f1b":
+        return [min(micro_batches, last + 1)]
+    of_round = micro_batches // max(1, micro_batches // ranks)
+    ahead = last if config.parallel.pipeline_schedule == "zero_bubble" else 2 * last
+    first = min((stages - 1) * of_round + ahead + 1, stages * micro_batches)
+    counts = [0] * stages
+    for step in range(first):
+        counts[step // of_round % stages] += 1
+    return counts
 
 
 def _remote_keys_and_values_bytes(config: Config, axes: Axes) -> float:

@@ -43,6 +43,7 @@ ALLOCATION_LABELS = {
     "working_set": "working set: vectors, gradients",
     "activations": "activations",
     "keys_and_values": "keys and values of other context ranks",
+    "stage_buffers": "pipeline: gradients between stages",
     "loss": "loss: logits of a chunk, gradient of the head",
     "exchange_buffers": "exchange: communication buffers",
     "hit_gradients": "exchange: gradients of the rows a step hits",
@@ -215,7 +216,11 @@ def _print_memory(layout: LayoutEstimate, limit: int | None, advice: list[Advice
         device, host = ("", size) if allocation.host else (size, "")
         rows.append([ALLOCATION_LABELS[allocation.key], device, host, PHASE_LABELS[allocation.phase]])
     rows.append(["peak", format_bytes(layout.device_bytes), format_bytes(layout.host_bytes), ""])
-    print_table([f"memory of a rank, {layout.name}", "device", "host", "when"], rows)
+    of_stages = ""
+    if layout.axes.pipeline > 1:
+        layers = "; ".join(f"{stage.layers[0]} to {stage.layers[-1]}" for stage in layout.stages)
+        of_stages = f", layers {layers} (of {layout.axes.pipeline} pipeline ranks the one with most)"
+    print_table([f"memory of a rank, {layout.name}{of_stages}", "device", "host", "when"], rows)
     if limit is None:
         return
     if layout.device_bytes <= limit:

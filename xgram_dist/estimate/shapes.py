@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 
 from xgram_dist.config.schema import Config
+from xgram_dist.model.pipeline_stages import PipelineStage
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.tensor_parallel import TensorAxis
 
@@ -40,9 +41,12 @@ class ParameterShapes:
         return numel(self.all)
 
 
-def parameter_shapes(config: Config, tensor: int = 1) -> ParameterShapes:
-    """Of rank 0 of a tensor axis with `tensor` ranks; all its ranks hold the same shapes."""
-    return _build(_Model(config.model_dump_json(include={"model", "memory"}), tensor, config))
+def parameter_shapes(
+    config: Config, tensor: int = 1, stages: tuple[PipelineStage, ...] | None = None
+) -> ParameterShapes:
+    """Of rank 0 of a tensor axis with `tensor` ranks; all its ranks hold the same shapes. `stages`: of a rank of a
+    pipeline; None: all layers."""
+    return _build(_Model(config.model_dump_json(include={"model", "memory"}), tensor, stages, config))
 
 
 def numel(shapes: tuple[Shape, ...]) -> int:
@@ -65,15 +69,16 @@ class _Model:
 
     sections: str
     tensor: int
+    stages: tuple[PipelineStage, ...] | None
     config: Config = field(compare=False)
 
 
 @lru_cache(maxsize=32)
 def _build(model: _Model) -> ParameterShapes:
     with torch.device("meta"):
-        network = Transformer(model.config, axis=TensorAxis(size=model.tensor))
+        network = Transformer(model.config, axis=TensorAxis(size=model.tensor), stages=model.stages)
     units: dict[str, list[Shape]] = {"root": [], "head": []}
-    units |= {f"blocks.{layer}": [] for layer in range(len(network.blocks))}
+    units |= {f"blocks.{layer}": [] for layer, _ in network.blocks.named_children()}
     method: list[Shape] = []
     for name, parameter in network.named_parameters():
         shape = tuple(parameter.shape)

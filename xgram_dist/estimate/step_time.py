@@ -122,10 +122,11 @@ def step_time(
     exchange_bytes: float,
     host_device_bytes: float,
     staged_bytes: float = 0.0,
+    bubble_share: float = 0.0,
 ) -> StepTime:
     """`updates`: for `backbone` and `tables`, the bytes that an update reads and writes, and whether in host memory.
     `exchange_bytes`: of device memory, by fetch and return. `staged_bytes`: moved between host and device while others
-    compute."""
+    compute. `bubble_share`: of the compute, for which a rank of a pipeline waits."""
     peak, memory_speed = machine.flops * TERA, machine.memory_bandwidth * GIGA
     matmul_speed = peak * machine.utilisation
     parts = [
@@ -148,12 +149,13 @@ def step_time(
     host = host_device_bytes / GIGA / machine.host_bandwidth
     exchange, staging = exchange_bytes / memory_speed, staged_bytes / GIGA / machine.host_bandwidth
     parts += [
+        PartTime("waiting for other stages", bubble_share * compute, 0.0, 0.0),
         PartTime("exchange", 0.0, exchange, tables_wire),
         PartTime("backbone collectives", 0.0, 0.0, total_wire - tables_wire),
         PartTime("update", 0.0, sum(update.values()) - on_host, 0.0, on_host + host),
         PartTime("staging of table rows", 0.0, 0.0, 0.0, staging),
     ]
-    not_overlapped = sum(update.values()) + host + exchange
+    not_overlapped = sum(update.values()) + host + exchange + bubble_share * compute
     one_by_one = compute + total_wire + staging + not_overlapped
     overlapped = max(compute, total_wire, staging) + not_overlapped
     model_flops = model_step_flops(config, axes)

@@ -14,7 +14,6 @@ from xgram_dist.config.schema import Config
 from xgram_dist.estimate.comm import FP32, Axes, Message, rank_tokens, read_tokens, ring_message
 from xgram_dist.estimate.device_traffic import exchange_bytes
 from xgram_dist.estimate.exchange import WIRE_BYTES
-from xgram_dist.estimate.flops import num_row_gates
 from xgram_dist.estimate.memory import INT32, INT64, Allocation
 from xgram_dist.estimate.touched_rows import TouchedEstimate, plan_touched_rows
 from xgram_dist.estimate.traffic import Traffic, plan_window_sizes
@@ -22,6 +21,7 @@ from xgram_dist.model.methods.base import method_of, table_layout
 from xgram_dist.tables.exchange_plan import id_bytes
 from xgram_dist.tables.layout import (
     RESIDUAL_SITES,
+    TableLayout,
     plan_layer_groups,
     reads_in_place,
     residual_gradients_are_partial,
@@ -76,16 +76,16 @@ class TableEstimate:
 
 
 def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Traffic) -> TableEstimate:
-    slabs, per_micro_batch = table_layout(config, axes.tensor).slabs, read_tokens(config)
+    slabs, per_micro_batch = axes.layout(config).slabs, read_tokens(config)
     window_sizes = plan_window_sizes(config, micro_batches, lambda count: traffic.seen(count * per_micro_batch)[0])
-    seen = [traffic.seen(count * per_micro_batch) for count in window_sizes]
+    seen = [_seen_by_stage(config, axes, traffic.seen(count * per_micro_batch)) for count in window_sizes]
     distinct, largest_vectors = max(seen, key=lambda window: window[0])
     hit_share = traffic.touched_share(rank_tokens(config) * micro_batches * axes.data)
     optimizer = choose_optimizer(config, hit_share)
     run = plan_touched_rows(config, axes, optimizer, traffic)
     hit_rows = hit_share * traffic.rows_held
     rows = traffic.rows_held * (run.touched / run.rows if run.kept else 1.0)
-    width, gates = sum(slab.width for slab in slabs), num_row_gates(config)
+    width, gates = sum(slab.width for slab in slabs), axes.row_gates(config)
     host = config.memory.placement != "device"
     staged = run.kept and stages_records(config, optimizer, GPU)
     on_host = host and not staged
@@ -109,11 +109,9 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
         *_optimizer_allocations(config, optimizer, rows, hit_rows, len(window_sizes), axes, in_place, on_host),
         Allocation("staging", STEPS_ON_DEVICE * staged_bytes),
         Allocation("staging", 2 * GROWTH * staged_bytes, host=True),  # a pinned buffer each way
-        Allocation("working_set", 2 * FP32 * vectors_held * _working_set_width(config, axes.tensor)),
-        Allocation("working_set", 2 * FP32 * vectors_held * _gathered_columns_width(config, axes.tensor)),
-        Allocation(
-            "exchange_buffers", _return_bytes(config, axes.rows, slab_elements, one_owner, in_place), "exchange"
-        ),
+        Allocation("working_set", 2 * FP32 * vectors_held * _working_set_width(axes.layout(config), axes.tensor)),
+        Allocation("working_set", 2 * FP32 * vectors_held * _gathered_columns_width(axes.layout(config), axes.tensor)),
+        Allocation("exchange_buffers", _return_bytes(config, axes, slab_elements, one_owner, in_place), "exchange"),
         Allocation("hit_gradients", FP32 * hit_rows * (width + gates), "exchange", on_host),
     ]
     vectors = [sum(of_slab[s] for _, of_slab in seen) for s in range(len(slabs))]
@@ -136,6 +134,19 @@ def plan_rank_tables(config: Config, axes: Axes, micro_batches: int, traffic: Tr
         distinct_tokens=distinct,
         planning_cpu_seconds=_planning_cpu_seconds(config, micro_batches * per_micro_batch, sum(vectors)),
     )
+
+
+def _seen_by_stage(config: Config, axes: Axes, seen: tuple[float, list[float]]) -> tuple[float, list[float]]:
+    """Of `Traffic.seen`, what this rank's layers ask for: the slabs of their views, or their share of a table that
+    serves all layers."""
+    distinct, vectors = seen
+    if axes.table_stages > 1:
+        readers = method_of(config).table_layers()
+        share = len(readers.intersection(axes.method(config).held)) / len(readers)
+        return share * distinct, [share * count for count in vectors]
+    views = {slab.view for slab in axes.layout(config).slabs}
+    slabs = table_layout(config).slabs
+    return distinct, [count for count, slab in zip(vectors, slabs, strict=True) if slab.view in views]
 
 
 def _planning_cpu_seconds(config: Config, tokens: int, vectors: float) -> float:
@@ -164,13 +175,13 @@ def _optimizer_allocations(
 ) -> list[Allocation]:
     """`on_host`: rows are updated there."""
     slabs, gates, host = (
-        table_layout(config, axes.tensor).slabs,
-        num_row_gates(config),
+        axes.layout(config).slabs,
+        axes.row_gates(config),
         config.memory.placement != "device",
     )
     width, optimizers = sum(slab.width for slab in slabs), len(slabs) * (2 if gates else 1)
     if optimizer == "adagrad":
-        state, gate_state = FP32 * rows * len(table_layout(config).tables), FP32 * rows * gates
+        state, gate_state = FP32 * rows * len(axes.layout(config).tables), FP32 * rows * gates
     else:
         per_element = STATE_PER_ELEMENT[optimizer]
         state = per_element * _item_bytes(config.memory.moments) * rows * width
@@ -191,27 +202,28 @@ def _optimizer_allocations(
     ]
 
 
-def _working_set_width(config: Config, tensor: int) -> int:
+def _working_set_width(layout: TableLayout, tensor: int) -> int:
     """Columns of a token's vectors: those of residual sites whole on every rank, those of attention sites of its
     heads."""
-    return sum(t.width * (tensor if t.site in RESIDUAL_SITES else 1) for t in table_layout(config, tensor).tables)
+    return sum(t.width * (tensor if t.site in RESIDUAL_SITES else 1) for t in layout.tables)
 
 
-def _gathered_columns_width(config: Config, tensor: int) -> int:
+def _gathered_columns_width(layout: TableLayout, tensor: int) -> int:
     """Columns that a rank holds beside the whole vectors that it gathered from them on the tensor axis."""
-    return sum(t.width for t in table_layout(config, tensor).tables if t.site in RESIDUAL_SITES) if tensor > 1 else 0
+    return sum(t.width for t in layout.tables if t.site in RESIDUAL_SITES) if tensor > 1 else 0
 
 
-def _return_bytes(config: Config, ranks: int, slab_elements: list[float], one_owner: bool, in_place: bool) -> float:
+def _return_bytes(config: Config, axes: Axes, slab_elements: list[float], one_owner: bool, in_place: bool) -> float:
     """Buffers of the return, when all gradients are on their way or when they have arrived, whichever are larger.
     `slab_elements`: of each slab's vectors, local rows included."""
+    ranks = axes.rows
     if ranks == 1:
         return 0.0
     wire, elements = WIRE_BYTES[config.memory.wire], sum(slab_elements)
     remote = wire * (1 - 1 / ranks) * elements
     received = remote if in_place else wire * elements
     # A slab that is cut by groups of layers is sent from, and arrives in, buffers of their own.
-    cut = len(plan_layer_groups(config, table_layout(config), ranks)) > 1
+    cut = len(plan_layer_groups(config, axes.method(config).layout(), ranks)) > 1
     sent = remote
     if wire == FP32 and not one_owner:
         sent = FP32 * elements
@@ -240,8 +252,8 @@ def _replicas_messages(config: Config, axes: Axes, traffic: Traffic, tokens: int
     """`tokens`: of a rank's step."""
     if axes.replicas == 1:
         return []
-    slabs = table_layout(config, axes.tensor).slabs
-    width = sum(slab.width for slab in slabs) + num_row_gates(config)
+    slabs = axes.layout(config).slabs
+    width = sum(slab.width for slab in slabs) + axes.row_gates(config)
     touched = traffic.touched_share(tokens * axes.rows) * traffic.rows_held
     ids = id_bytes(traffic.rows_held) * touched * len(slabs) * (axes.replicas - 1)
     hit_rows = traffic.touched_share(tokens * axes.data) * traffic.rows_held
@@ -254,10 +266,10 @@ def _replicas_messages(config: Config, axes: Axes, traffic: Traffic, tokens: int
 def _tensor_messages(config: Config, axes: Axes, traffic: Traffic, window_tokens: list[int]) -> list[Message]:
     if axes.tensor == 1:
         return []
-    residual = sum(table.width for table in table_layout(config).tables if table.site in RESIDUAL_SITES)
-    vectors = FP32 * residual * sum(traffic.seen(tokens)[0] for tokens in window_tokens)
+    residual = sum(table.width for table in axes.method(config).layout().tables if table.site in RESIDUAL_SITES)
+    vectors = FP32 * residual * sum(_seen_by_stage(config, axes, traffic.seen(n))[0] for n in window_tokens)
     hit_rows = sum(traffic.touched_share(tokens * axes.data) for tokens in window_tokens) * traffic.rows_held
-    gates = FP32 * hit_rows * num_row_gates(config)
+    gates = FP32 * hit_rows * axes.row_gates(config)
     messages = [
         ring_message("residual-site vectors", "all-gather", "tensor", axes, vectors),
         ring_message("row-gate gradients", "all-reduce", "tensor", axes, gates),

@@ -9,10 +9,9 @@ from typing import Any
 
 from xgram_dist.config.schema import Config
 from xgram_dist.estimate.comm import FP32, Axes
-from xgram_dist.estimate.flops import num_row_gates
 from xgram_dist.estimate.memory import INT64
 from xgram_dist.estimate.traffic import Traffic
-from xgram_dist.model.methods.base import table_layout
+from xgram_dist.model.methods.base import method_of
 from xgram_dist.tables.optimizers.build import TableOptimizerSettings, keeps_touched_rows
 from xgram_dist.tables.optimizers.rounding import KEY
 from xgram_dist.tables.records import record_width
@@ -46,16 +45,18 @@ class TouchedEstimate:
 
 def plan_touched_rows(config: Config, axes: Axes, optimizer: str, traffic: Traffic) -> TouchedEstimate:
     """`optimizer`: the kind."""
-    train, layout = config.train, table_layout(config, axes.tensor)
+    train, layout = config.train, axes.layout(config)
     tokens = train.steps * train.global_batch * config.model.sequence_length
     share = traffic.run_share(tokens)
     record_bytes = saved_bytes = 0
     if optimizer != "dense":
         settings = TableOptimizerSettings.of(config, None, layout.num_rows, optimizer)
-        gated, counted = num_row_gates(config) > 0, config.memory.count_updates
+        gated, counted = axes.row_gates(config) > 0, config.memory.count_updates
         for slab in layout.slabs:
             fields = settings.record_fields(slab.width, len(slab.tables), gated=gated, counted=counted)
             record_bytes += FP32 * record_width(fields)
+        for slab in method_of(config).layout(axes.tensor).slabs:  # of all stages
+            fields = settings.record_fields(slab.width, len(slab.tables), gated=gated, counted=counted)
             saved_bytes += sum(field.nbytes for field in fields if not field.name.endswith(KEY)) + INT64  # the row's id
     touched_of_rank = share * traffic.rows_held
     return TouchedEstimate(

@@ -136,12 +136,11 @@ class EngineScorer:
 
     def __init__(self, config: Config, engine: Engine, lookup: Lookup):
         self._config, self._engine, self._lookup = config, engine, lookup
-        head = engine.model.head  # type: ignore[attr-defined]
-        assert isinstance(head, VocabParallelHead)
-        self._head = head
-        self._context = engine.model.context  # type: ignore[attr-defined]
+        self._head: VocabParallelHead | None = engine.model.head
+        """None: another stage of the pipeline has it."""
+        self._context = engine.model.context
         # Sequences must be long enough to be cut over the ranks.
-        sequence = engine.model.axis.sequence_axis.size  # type: ignore[attr-defined]
+        sequence = engine.model.axis.sequence_axis.size
         self._multiple = math.lcm(self._context.divisor, self._context.size * sequence)
         self.warmup = 1.0
         """The injection's warm-up factor at the current step."""
@@ -154,14 +153,20 @@ class EngineScorer:
         device = self._engine.device
         working = self._lookup.fetch(self._lookup.plan(tokens_BT, whole=True).result()[0], training=False)
         warmup = torch.tensor(self.warmup, device=device, dtype=torch.float64)
-        self._head.keeps_scores = True
+        likelihood_BT, greedy_BT = torch.zeros(tokens_BT.shape), torch.zeros(tokens_BT.shape, dtype=torch.uint8)
+        if self._head is not None:
+            self._head.keeps_scores = True
         try:
             self._engine.loss(tokens_BT.to(device, non_blocking=True), working.slots, working.values, warmup)
-            assert self._head.scores is not None
-            scores_BT = (self._context.gather_sequence(values).cpu() for values in self._head.scores)
-            likelihood_BT, greedy_BT = scores_BT
+            if self._head is not None:
+                assert self._head.scores is not None
+                likelihood_BT, is_likeliest_BT = map(self._context.gather_sequence, self._head.scores)
+                likelihood_BT, greedy_BT = likelihood_BT.cpu(), is_likeliest_BT.to(torch.uint8).cpu()
         finally:
-            self._head.keeps_scores, self._head.scores = False, None
+            if self._head is not None:
+                self._head.keeps_scores, self._head.scores = False, None
+        for values in (likelihood_BT, greedy_BT):  # of the last stage
+            self._engine.mesh.pipeline.host.all_reduce_sum(values)
         scores, sequence = [], 0
         for one in inputs:
             of_input = []

@@ -2,7 +2,7 @@
 
 `build_model` applies, in this order:
 
-    1. tensor parallelism          layers are built with this rank's shards
+    1. pipeline, tensor axes       this rank's layers are built, with its shards
     2. initial weights             whole parameters are drawn, each rank keeps its slice
     3. activation checkpointing    around each block
     4. torch.compile               of each block, inside of its checkpoint; on a GPU, of the passes over the logits
@@ -18,6 +18,7 @@ from torch import nn
 from xgram_dist.config import Config
 from xgram_dist.model.loss import CompiledPasses
 from xgram_dist.model.methods.base import Keys, check_method, method_of
+from xgram_dist.model.pipeline_stages import layers_of, stages_of_rank
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.context_parallel import context_axis
 from xgram_dist.parallel.device import DTYPES, fuses_loss_passes, recompute_elementwise
@@ -35,12 +36,14 @@ def build_model(
     end_of_text: int | None = None,
     tensor: ProcessGroup | None = None,
     context: ProcessGroup | None = None,
+    pipeline: ProcessGroup | None = None,
 ) -> Transformer:
-    """`end_of_text`: the token that ends a document. `tensor`, `context`: the ranks of these axes."""
+    """`end_of_text`: the token that ends a document. `tensor`, `context`: the ranks of these axes. `pipeline`: those of
+    the pipeline axis, of whose stages this rank's are built."""
     check_method(config)
     axis = tensor_axis(tensor, config.parallel.sequence_parallel)
-    sequence = context_axis(context, method_of(config).reach)
-    model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis, sequence)
+    sequence, stages = context_axis(context, method_of(config).reach), stages_of_rank(config, pipeline)
+    model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis, sequence, stages)
     initialise(model, config)
     model.to(device)
     if config.train.freeze_backbone:
@@ -51,7 +54,7 @@ def build_model(
         recompute_elementwise(device)
         for block in model.blocks:
             block.compile(dynamic=None)
-        if fuses_loss_passes(device):
+        if fuses_loss_passes(device) and model.head is not None:
             model.head.passes = CompiledPasses()
     return model
 
@@ -91,4 +94,5 @@ def build_lookup(
 ) -> Lookup:
     """`keys`: of the methods that look up n-grams. `end_of_text`: the token that ends a document.
     `optimizer`: the kind of table optimizer (tables/optimizers/build.py); by default what the recipe says."""
-    return method_of(config).build_lookup(routing, device, mesh, keys, end_of_text, optimizer)
+    held = None if mesh is None else layers_of(stages_of_rank(config, mesh.pipeline))
+    return method_of(config, held).build_lookup(routing, device, mesh, keys, end_of_text, optimizer)

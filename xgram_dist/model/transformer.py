@@ -3,6 +3,9 @@
 In: tokens [B,T]; slots, the row of each token in the working set ([B,T], or [B,T,K] where a position has several keys);
 the working set's values by table name; the warm-up factor of the injection. Out: hidden states [B,T,D], or the loss.
 
+On a pipeline axis each rank has the blocks of its stages (pipeline_stages.py), under the names they have in the whole
+model; one call runs one stage.
+
 On a tensor axis each rank holds its shards of the parameters, gets the same tokens, and ends with the same loss and
 complete gradients; all collectives are those of parallel/tensor_parallel.py. On a context axis each rank gets the same
 tokens, too, and computes its chunks of every sequence; its loss and gradients are shares
@@ -24,6 +27,7 @@ from xgram_dist.model.gather import Slots, sort_slots
 from xgram_dist.model.layers import RMSNorm, SwiGLU, rotary_cos_sin, vocab_parallel_embedding
 from xgram_dist.model.loss import VocabParallelHead, count_targets, next_token_labels
 from xgram_dist.model.methods.base import TOKEN_EMBEDDINGS, MemoryMethod, method_of
+from xgram_dist.model.pipeline_stages import PipelineStage, layers_of, whole_model
 from xgram_dist.parallel.context_parallel import WHOLE_SEQUENCES, ContextAxis
 from xgram_dist.parallel.tensor_parallel import (
     SINGLE_RANK,
@@ -119,12 +123,15 @@ class Transformer(nn.Module):
         end_of_text: int | None = None,
         axis: TensorAxis = SINGLE_RANK,
         context: ContextAxis = WHOLE_SEQUENCES,
+        stages: Sequence[PipelineStage] | None = None,
     ):
         """`compute_dtype`: of the residual stream. `end_of_text`: the token that ends a document, for masking.
-        `axis`: the ranks that share each layer. `context`: those that share each sequence. `build_model`
-        (model/build.py) initialises the parameters and applies the rest."""
+        `axis`: the ranks that share each layer. `context`: those that share each sequence. `stages`: this rank's, of a
+        pipeline; None: all. `build_model` (model/build.py) initialises the parameters and applies the rest."""
         super().__init__()
-        model, method = config.model, method_of(config)
+        self.stages = (whole_model(config),) if stages is None else tuple(stages)
+        model, method = config.model, method_of(config, layers_of(self.stages))
+        is_first, is_last = self.stages[0].is_first, self.stages[-1].is_last
         self.axis, self.context = axis, context
         self.compute_dtype = compute_dtype
         self.end_of_text = end_of_text if model.document_masking else None
@@ -133,13 +140,21 @@ class Transformer(nn.Module):
         self.activation_checkpointing = False
         """Recompute each block in the backward pass."""
         # A parameter, not a module VocabParallelEmbedding: see `vocab_parallel_embedding`.
-        self.embedding = sharded_parameter((model.vocabulary, model.width), 0, axis)
-        self.blocks = nn.ModuleList(Block(method, layer, axis, context) for layer in range(model.layers))
-        self.norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis)
-        self.side = method.build_input_network(axis)
+        has_embedding = is_first or method.reads_embeddings
+        self.embedding = sharded_parameter((model.vocabulary, model.width), 0, axis) if has_embedding else None
+        self.blocks = nn.ModuleList()
+        for layer in method.held:
+            self.blocks.add_module(str(layer), Block(method, layer, axis, context))
+        self.norm = RMSNorm(model.width, model.norm_eps, axis.sequence_axis) if is_last else None
+        self.side = method.build_input_network(axis) if is_first else None
         self.reads_embeddings = method.reads_embeddings
         """Whether blocks are given the embeddings of the distinct tokens."""
-        self.head = VocabParallelHead(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis)
+        is_whole = is_first and is_last
+        self.shared = frozenset({"embedding"} if method.reads_embeddings and not is_whole else ())
+        """Parameters that every stage of a pipeline holds, and whose gradient is the sum over the stages."""
+        self.head = (
+            VocabParallelHead(model.width, model.vocabulary, model.z_loss, model.loss_chunk, axis) if is_last else None
+        )
         cos, sin = rotary_cos_sin(model, model.sequence_length)
         self.register_buffer("rotary_cos", cos, persistent=False)
         self.register_buffer("rotary_sin", sin, persistent=False)
@@ -152,28 +167,26 @@ class Transformer(nn.Module):
         warmup: Tensor,
         *,
         with_loss: bool = False,
-    ) -> Tensor | tuple[Tensor, Tensor]:
+        stage: PipelineStage | None = None,
+        x: Tensor | None = None,
+    ) -> Tensor | tuple[Tensor, Tensor | None]:
         """Hidden states after the final norm [B, T, D]; or what `loss` returns, for engines that wrap this call.
 
         On a context axis tokens are those of whole sequences, slots those of the positions that this rank reads, and
-        hidden states and loss of those that it computes: the mean of the ranks' losses is the loss."""
+        hidden states and loss of those that it computes: the mean of the ranks' losses is the loss.
+        `stage`: the one to run; None: the only one. All but the first take `x`, the residual stream; all but the last
+        return (residual stream, sum of its auxiliary losses or None)."""
+        stage = stage or self.stages[0]
         length = tokens_BT.shape[1]
         cos, sin = (self.context.select(angles[:length], 0) for angles in (self.rotary_cos, self.rotary_sin))
         rotary = (cos, sin)
         documents, mask = self._documents(tokens_BT)
-        if with_loss:
-            # Benchmarks put an end-of-text token before a text and score what follows.
-            unlabelled = None if self.head.keeps_scores else self.unlabelled
-            labels = next_token_labels(tokens_BT, unlabelled)
-            num_targets = count_targets(labels)
-            if self.context.size > 1:
-                num_targets = num_targets / self.context.size
-        tokens_BT = self.context.select(tokens_BT)
-        x = vocab_parallel_embedding(tokens_BT, self.embedding, self.compute_dtype, self.axis)
-        if self.side is not None:
-            inputs = [values[name] for name in self.side.tables]  # type: ignore[union-attr]
-            x = x + self.side(*inputs, self.embedding, slots_BT, self.compute_dtype)
+        whole_BT, tokens_BT = tokens_BT, self.context.select(tokens_BT)
+        if stage.is_first:
+            x = self._embed(tokens_BT, slots_BT, values)
+        assert x is not None
         if self.reads_embeddings:
+            assert self.embedding is not None
             distinct_U, slots_BT = tokens_BT.unique(return_inverse=True)
             values = {
                 TOKEN_EMBEDDINGS: vocab_parallel_embedding(distinct_U, self.embedding, self.compute_dtype, self.axis)
@@ -183,7 +196,8 @@ class Transformer(nn.Module):
         slots = sort_slots(slots_BT, num_rows) if values and slots_BT.dim() == 2 else Slots(slots_BT)
         _any_number_of_rows(slots)
         auxiliary_losses: list[Tensor] = []
-        for block in self.blocks:
+        for layer in stage.layers:
+            block = self.blocks.get_submodule(str(layer))
             assert isinstance(block, Block)
             # Read here and not earlier: reading a table waits for its vectors.
             block_values = {
@@ -206,11 +220,30 @@ class Transformer(nn.Module):
                 auxiliary_losses.append(auxiliary_loss)
             else:
                 x = out
+        if not stage.is_last:
+            return x, sum(auxiliary_losses[1:], auxiliary_losses[0]) if auxiliary_losses else None
+        assert self.norm is not None
+        assert self.head is not None
         hidden = self.norm(x)
         if with_loss:
-            loss, entropy = self.head(hidden, self.context.select(labels), num_targets)
+            # Benchmarks put an end-of-text token before a text and score what follows.
+            labels_BT = next_token_labels(whole_BT, None if self.head.keeps_scores else self.unlabelled)
+            num_targets = count_targets(labels_BT)
+            if self.context.size > 1:
+                num_targets = num_targets / self.context.size
+            loss, entropy = self.head(hidden, self.context.select(labels_BT), num_targets)
             return loss + sum(auxiliary_losses) if auxiliary_losses else loss, entropy
         return gather_from_sequence_parallel_region(hidden, self.axis.sequence_axis, tensor_parallel_output_grad=False)
+
+    def _embed(self, tokens_BT: Tensor, slots_BT: Tensor, values: Mapping[str, Tensor]) -> Tensor:
+        """The residual stream before the first block."""
+        assert self.embedding is not None
+        x = vocab_parallel_embedding(tokens_BT, self.embedding, self.compute_dtype, self.axis)
+        if self.side is None:
+            return x
+        inputs = [values[name] for name in self.side.tables]  # type: ignore[union-attr]
+        added: Tensor = self.side(*inputs, self.embedding, slots_BT, self.compute_dtype)
+        return x + added
 
     def loss(
         self, tokens_BT: Tensor, slots_BT: Tensor, values: Mapping[str, Tensor], warmup: Tensor

@@ -63,6 +63,8 @@ class Mesh:
     """The ranks that share each sequence."""
     pipeline: ProcessGroup
     """The stages: ranks with the same tokens and other layers."""
+    stages: ProcessGroup
+    """pipeline x data: the ranks over which a table that serves all layers is row-sharded."""
 
     def __str__(self) -> str:
         axes = f"{self.world.size} ranks = {self.data.size} data x {self.tensor.size} tensor"
@@ -132,6 +134,7 @@ def single_mesh(ranks: ProcessGroup | None = None) -> Mesh:
         batch=world,
         context=one,
         pipeline=one,
+        stages=world,
     )
 
 
@@ -182,6 +185,7 @@ def build_mesh(config: Config, world: ProcessGroup) -> Mesh:
         batch=build_data_axis(data // context, context, is_inner=False) if context > 1 else data_group,
         context=build_data_axis(data // context, context, is_inner=True),
         pipeline=_build_axis(world, grid.view(pipeline, -1).t().tolist()),
+        stages=_build_axis(world, grid.view(-1, tensor).t().tolist()) if pipeline > 1 else data_group,
     )
 
 

@@ -19,7 +19,7 @@ token and saved as one `.npz` file. Tokens that are not whole characters, and th
 import hashlib
 import unicodedata
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -194,9 +194,28 @@ class Grams:
 class NgramKeys:
     """Maps tokens to keys, by way of their distinct n-grams: each is hashed once."""
 
-    def __init__(self, hashing: NgramHash, folding: NDArray[Any], end_of_text: int | None = None):
-        """`folding`: the id of each token. `end_of_text`: with document masking, the token that ends a document."""
-        self.hash, self._folding, self._end = hashing, folding.astype(np.uint64), end_of_text
+    def __init__(
+        self,
+        hashing: NgramHash,
+        folding: NDArray[Any],
+        end_of_text: int | None = None,
+        layers: Sequence[int] | None = None,
+    ):
+        """`folding`: the id of each token. `end_of_text`: with document masking, the token that ends a document.
+        `layers`: which layers of `hashing` have their keys computed; None: all."""
+        self._folding, self._end = folding.astype(np.uint64), end_of_text
+        chosen = range(len(hashing.rows)) if layers is None else layers
+        heads = [head for of_layer in hashing.rows for of_order in of_layer for head in of_order]
+        per_layer, firsts = len(heads) // len(hashing.rows), np.cumsum([0, *heads]).tolist()
+        self.first_rows = [firsts[layer * per_layer + head] for layer in chosen for head in range(per_layer)]
+        """First row of each head, by layer, order and head."""
+        self.num_rows = int(firsts[-1])
+        """Of all layers."""
+        self.hash = replace(
+            hashing,
+            multipliers=tuple(hashing.multipliers[layer] for layer in chosen),
+            rows=tuple(hashing.rows[layer] for layer in chosen),
+        )
         pad = hashing.pad_token
         self._outside = np.uint64(hashing.outside) if pad is None else self._folding[pad]
 

@@ -277,13 +277,12 @@ class NgramRequests(Requests):
         self._groups = [(layer, o) for layer in range(len(hashing.multipliers)) for o in range(len(hashing.orders))]
         """(layer, order) of each group of heads."""
         rows = [of_head for layer, o in self._groups for of_head in hashing.rows[layer][o]]
-        self._first_rows = np.cumsum([0, *rows[:-1]]).tolist()
-        """First row of each head."""
+        self._first_rows = keys.first_rows
         self._owned = -(-max(rows) // order.size) + 1
         """No rank owns more rows of a head."""
         self._dedup = Dedup(order.size * self._owned)
         self._cell_type: Any = np.int32 if order.size * self._owned <= MAX_INT32 else np.int64
-        self._key_type = np.int32 if sum(rows) <= MAX_INT32 else np.int64
+        self._key_type = np.int32 if keys.num_rows <= MAX_INT32 else np.int64
         self._position = order.position.astype(self._cell_type)
 
     def plan(self, windows: list[Integers]) -> list[WindowRequest]:

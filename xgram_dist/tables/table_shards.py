@@ -44,7 +44,8 @@ class TableShards:
         """`device`: of the rows. `touched`: keep records of touched rows only. `staged_on`: those of a step are copied
         to this device."""
         assert (routing is None) == (config.memory.compression == 1)
-        rank = mesh.rows.rank
+        self.rank = rank = mesh.rows.rank
+        """Among those over which the rows are sharded."""
         num_vip = sharding.count_below(rank, routing.vip_rows) if routing is not None else 0
         self.sharding, self.settings, self.num_vip = sharding, settings, num_vip
         self.num_rows, self.counts_updates = sharding.num_rows, config.memory.count_updates

@@ -19,7 +19,7 @@ from xgram_dist.checkpoint.chain import Chain, touched_sets
 from xgram_dist.checkpoint.folder import FOLDER, checkpoints_at, name_of
 from xgram_dist.checkpoint.init_from import init_from_checkpoint, summary_rows
 from xgram_dist.checkpoint.lease import Lease
-from xgram_dist.checkpoint.load import damage_if_refused, load_checkpoint, load_newest
+from xgram_dist.checkpoint.load import damage_if_refused, load_checkpoint, load_newest, stage_layers
 from xgram_dist.checkpoint.manifest import Manifest
 from xgram_dist.checkpoint.safetensors_io import DamagedFileError
 from xgram_dist.checkpoint.save import Saver, SaveResult
@@ -297,7 +297,9 @@ class RunCheckpoints:
             if entry is None or entry.row_ids not in sets or entry.dtype != DTYPE_NAMES[tensor.dtype]:
                 return None
         self._shards.mark_saved()
-        rows = sum(one.num_rows for one in sets.values()) * self._mesh.tensor.size
+        # Ranks of a tensor group, and stages of a pipeline, keep the same rows.
+        holders = self._mesh.world.size // (self._shards.sharding.ranks * self._mesh.replicas.size)
+        rows = sum(one.num_rows for one in sets.values()) * holders
         return Chain(checkpoint, max(len(one.parts or [1]) for one in sets.values()), rows)
 
     def wait(self, seconds: float) -> None:
@@ -322,6 +324,7 @@ class RunCheckpoints:
             "ranks": mesh.world.size,
             "data_ranks": mesh.data.size,
             "table_ranks": mesh.rows.size,
+            "stages": stage_layers(self._engine),
             "tensor": mesh.tensor.size,
             "engine": self._config.parallel.engine,
             "row_sharding": None if shards is None else shards.sharding.policy,

@@ -4,15 +4,17 @@ Nothing here communicates. Memory is in memory.py; the records are written by me
 """
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from xgram_dist.config import Config
 from xgram_dist.estimate.flops import num_row_gates, plan_budget
-from xgram_dist.model.methods.base import table_layout
+from xgram_dist.model.methods.base import method_of
 from xgram_dist.parallel.device import peak_flops
 from xgram_dist.tables.exchange_plan import ID_BYTES, Window
+from xgram_dist.tables.layout import Slab
 
 
 class Throughput:
@@ -81,9 +83,12 @@ class Utilization:
         return figures if self._peak is None else figures | {"utilisation": flops / self._peak}
 
 
-def exchange_figures(config: Config, windows: list[Window], rank: int, replicas: int = 1) -> dict[str, Any]:
+def exchange_figures(
+    config: Config, windows: list[Window], rank: int, replicas: int = 1, layers: Sequence[int] | None = None
+) -> dict[str, Any]:
     """What the exchange of a step moves, from its plan: vectors and bytes that leave or enter this rank, over all
-    windows. `rank`: of those that hold the tables once; `replicas`: of the tables.
+    windows. `rank`: of those that hold the tables once; `replicas`: of the tables; `layers`: of this rank of a
+    pipeline.
 
     `bytes_bound` is the least any exchange could move: each distinct token with a remote row, once each way.
     `bytes_replicas` are those of the gradients that are summed over replicas, by a ring. `imbalance` is the load this
@@ -94,8 +99,9 @@ def exchange_figures(config: Config, windows: list[Window], rank: int, replicas:
     size = 2 if config.memory.wire == "bf16" else 4
     vectors_in = vectors_out = sent = received = bound = 0
     load: list[int] = []
+    slabs = method_of(config, layers).layout().slabs
     for window in windows:
-        for slab, plan in zip(table_layout(config).slabs, window.slabs, strict=True):
+        for slab, plan in zip(slabs, window.slabs, strict=True):
             out, back = sum(plan.requested) - plan.requested[rank], sum(plan.served) - plan.served[rank]
             vectors_in, vectors_out = vectors_in + out, vectors_out + back
             sent += (out + back) * slab.width * size + out * ID_BYTES
@@ -110,15 +116,15 @@ def exchange_figures(config: Config, windows: list[Window], rank: int, replicas:
         "bytes_sent": sent,
         "bytes_received": received,
         "bytes_bound": bound,
-        "bytes_replicas": _bytes_of_replicas(config, windows[0], replicas),
+        "bytes_replicas": _bytes_of_replicas(config, slabs, windows[0], replicas),
         "imbalance": max(load) * len(load) / max(1, sum(load)),
     }
 
 
-def _bytes_of_replicas(config: Config, window: Window, replicas: int) -> int:
-    gates = num_row_gates(config) // len(window.slabs)
+def _bytes_of_replicas(config: Config, slabs: tuple[Slab, ...], window: Window, replicas: int) -> int:
     size = 0
-    for slab, plan in zip(table_layout(config).slabs, window.slabs, strict=True):
+    for slab, plan in zip(slabs, window.slabs, strict=True):
+        gates = len(slab.tables) if num_row_gates(config) else 0
         if replicas > 1 and plan.part is not None:
             size += plan.part.step_rows.numel() * (slab.width + gates) * 4
     return 2 * size * (replicas - 1) // replicas

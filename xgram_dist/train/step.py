@@ -89,15 +89,16 @@ def train_step(
     # Filled on the device: `torch.tensor` would copy from host memory, and wait.
     warmup = torch.full((), warmup_factor(config, step), device=device, dtype=torch.float64)
     weights_A = _weights(optimizer.engine, tokens_ABT, mesh)
-    losses: list[Tensor] = []
-    entropies: list[Tensor] = []
-    for window in windows:
-        working = working or lookup.fetch(window)
-        for loss, entropy in _compute_window(optimizer.engine, working, tokens_ABT, warmup, weights_A):
-            losses.append(loss)
-            entropies.append(entropy)
-        lookup.give_back(working)
+    found: list[tuple[Tensor, Tensor]] = []
+    # A pipeline computes all micro-batches together.
+    for some in [[window] for window in windows] if optimizer.engine.pipeline is None else [windows]:
+        fetched = [lookup.fetch(window) for window in some] if working is None else [working]
+        compute = _compute_window if optimizer.engine.pipeline is None else _compute_in_pipeline
+        found += compute(optimizer.engine, fetched, tokens_ABT, warmup, weights_A)
+        while fetched:
+            lookup.give_back(fetched.pop())
         working = None  # frees its memory before the next fetch
+    losses, entropies = map(list, zip(*found, strict=True))
     with phases("update"):
         # Means over micro-batches and ranks: every rank reports, and decides by, the same numbers.
         means = torch.stack((torch.stack(losses).mean(), torch.stack(entropies).mean()))
@@ -121,10 +122,10 @@ def _weights(engine: Engine, tokens_ABT: Tensor, mesh: Mesh) -> Tensor | None:
 
 
 def _compute_window(
-    engine: Engine, working: WorkingSet, tokens_ABT: Tensor, warmup: Tensor, weights_A: Tensor | None
+    engine: Engine, fetched: list[WorkingSet], tokens_ABT: Tensor, warmup: Tensor, weights_A: Tensor | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Forward and backward of the window's micro-batches: (loss, cross-entropy) of each."""
-    found = []
+    found, (working,) = [], fetched
     numbers = range(len(tokens_ABT))[working.window.micro_batches]
     with engine.mesh.world.phases("compute"):
         for number, slots_BT in zip(numbers, working.slots, strict=True):
@@ -136,6 +137,15 @@ def _compute_window(
                 working.begin_return()
             engine.backward(loss / len(tokens_ABT), last=number == len(tokens_ABT) - 1)
     return found
+
+
+def _compute_in_pipeline(
+    engine: Engine, fetched: list[WorkingSet], tokens_ABT: Tensor, warmup: Tensor, weights_A: Tensor | None
+) -> list[tuple[Tensor, Tensor]]:
+    """The same of all windows, for the stages of this rank."""
+    assert engine.pipeline is not None
+    with engine.mesh.world.phases("compute"):
+        return engine.pipeline.train(fetched, tokens_ABT, warmup, weights_A)
 
 
 def _fetch_ahead(lookup: Lookup, windows: list[Window]) -> WorkingSet | None:

@@ -35,6 +35,7 @@ from xgram_dist.environment import STOP_FILE
 from xgram_dist.errors import UserError
 from xgram_dist.model.build import build_lookup, build_model
 from xgram_dist.model.methods.base import check_files, check_method
+from xgram_dist.model.pipeline_stages import layers_of
 from xgram_dist.optim.schedule import learning_rate
 from xgram_dist.parallel.device import choose_device, make_deterministic, synchronize
 from xgram_dist.parallel.mesh import build_mesh, new_host_group
@@ -109,7 +110,7 @@ class Trainer:
         self.routing = resolve_routing(config, self.data)
         check_agreement(self.ranks, config, self.routing, self.data.fingerprint)
         # Backbone, tables, optimizer
-        model = build_model(config, self.device, end_of_text, self.mesh.tensor, self.mesh.context)
+        model = build_model(config, self.device, end_of_text, self.mesh.tensor, self.mesh.context, self.mesh.pipeline)
         self.engine = build_engine(config, model, self.mesh, self.device)
         self.keys, keys_summary = resolve_keys(config, self.data, self.ranks)
         kind = choose_optimizer(config, touched_share(config, self.data, self.routing))
@@ -398,7 +399,7 @@ class Trainer:
             "gradient_norm": float(result.gradient_norm),
             **rates,
             **self.utilization.figures(rates["tokens_per_second"]),
-            **exchange_figures(self.config, batch.windows, self.mesh.rows.rank, self.mesh.replicas.size),
+            **self._exchange_figures(batch),
             **phases,
             "skipped": self.state.skipped,
         }
@@ -411,6 +412,11 @@ class Trainer:
                 self._record("memory", step, rank=rank, **parts)
         self.start_record.write(step)
         self._say(status_line(step, self.config.train.steps, values, seconds_left))
+
+    def _exchange_figures(self, batch: PrefetchedStep) -> dict[str, Any]:
+        tables, layers = shards_of(self.lookup), layers_of(self.engine.model.stages)
+        rank = 0 if tables is None else tables.rank
+        return exchange_figures(self.config, batch.windows, rank, self.mesh.replicas.size, layers)
 
     def _report_stragglers(self, step: int, phases: dict[str, float]) -> None:
         """One small all-gather over gloo: seconds by phase of every rank."""

@@ -8,6 +8,7 @@ import torch
 from xgram_dist.config import build_config
 from xgram_dist.model.build import build_lookup, initialise
 from xgram_dist.model.methods.base import method_of, table_layout
+from xgram_dist.model.pipeline_stages import stages_of_rank
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.context_parallel import context_axis
 from xgram_dist.parallel.tensor_parallel import global_shape_and_offset, tensor_axis, tensor_dim, tensor_slice
@@ -110,7 +111,9 @@ def dense_gradients(state):
     return rows, gates
 
 
-def model(settings, dtype=torch.float32, end_of_text=None, tensor=None, context=None):
+def model(settings, dtype=torch.float32, end_of_text=None, tensor=None, context=None, pipeline=None):
+    if pipeline is not None and pipeline.size > 1:
+        return _stages_of(model(settings, dtype, end_of_text, tensor, context), settings, pipeline)
     axis = tensor_axis(tensor, settings.parallel.sequence_parallel)
     made = Transformer(settings, dtype, end_of_text, axis, context_axis(context, method_of(settings).reach))
     initialise(made, settings)
@@ -123,6 +126,18 @@ def model(settings, dtype=torch.float32, end_of_text=None, tensor=None, context=
                 noise = torch.randn(global_shape_and_offset(parameter, made.axis)[0], generator=generator)
                 parameter.add_(0.3 * tensor_slice(noise, tensor_dim(parameter), made.axis))
     return made.to(dtype)
+
+
+def _stages_of(whole, settings, pipeline):
+    """The part of a model that a rank of a pipeline has."""
+    stages = stages_of_rank(settings, pipeline)
+    made = Transformer(settings, whole.compute_dtype, whole.end_of_text, whole.axis, whole.context, stages)
+    made.activation_checkpointing = whole.activation_checkpointing
+    values = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, parameter in made.named_parameters():
+            parameter.copy_(values[name])
+    return made.to(next(whole.parameters()).dtype)
 
 
 def tokens(settings, *shape, seed=0):

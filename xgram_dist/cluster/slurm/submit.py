@@ -18,7 +18,7 @@ from xgram_dist.cluster.slurm.site import Site
 from xgram_dist.cluster.slurm.successor import FOLDER, move_evaluation, read_jobs, write_jobs
 from xgram_dist.config import Config
 from xgram_dist.config.schema import parse_bytes
-from xgram_dist.config.validate import accumulation, check_degrees
+from xgram_dist.config.validate import accumulation, check_degrees, data_ranks
 from xgram_dist.errors import UserError
 from xgram_dist.files import write_atomically
 from xgram_dist.model.methods.base import check_files, load_recipe
@@ -188,7 +188,7 @@ def usable_node_counts(config: Config, first: int, last: int, ranks: int) -> tup
     for count in range(first, last + 1):
         try:
             check_degrees(config, count * ranks)
-            accumulation(config, count * ranks // config.parallel.tensor)
+            accumulation(config, data_ranks(config, count * ranks))
         except UserError as error:
             if count in (first, last):
                 raise UserError(f"on {count} node(s) of {ranks} ranks: {error}") from None

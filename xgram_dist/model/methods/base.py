@@ -37,11 +37,11 @@ from xgram_dist.config import load_config
 from xgram_dist.config.schema import Config, ExtractionConfig, Layers, MemoryConfig
 from xgram_dist.errors import UserError
 from xgram_dist.tables.frequencies import expected_touched_share
-from xgram_dist.tables.layout import Table, TableLayout, TableSite
+from xgram_dist.tables.layout import ALL_LAYERS, Table, TableLayout, TableSite
 from xgram_dist.tables.routing import Routing
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Sequence
 
     import torch
     from numpy.typing import NDArray
@@ -135,8 +135,10 @@ class MemoryMethod:
     reduced_settings: ClassVar[dict[str, dict[str, Any]]] = {}
     """Settings of the small model in which `xgram-dist plan --table` counts FLOPs, by key of `memory`."""
 
-    def __init__(self, config: Config):
+    def __init__(self, config: Config, held: Sequence[int] | None = None):
+        """`held`: the layers of this rank of a pipeline, whose tables it trains; None: all."""
         self.config, self.model, self.memory = config, config.model, config.memory
+        self.held = range(config.model.layers) if held is None else held
 
     # Config
 
@@ -167,12 +169,17 @@ class MemoryMethod:
         """Rows of each table."""
         return self.model.vocabulary if self.trains_tables else 0
 
+    def table_layers(self) -> set[int]:
+        """The layers that read trained tables."""
+        return {layer for site in self.sites().values() for layer in site.layers}
+
     def layout(self, tensor: int = 1) -> TableLayout:
-        """All tables, by layer, site and view; columns are divided over `tensor` ranks."""
+        """The tables of the layers held here, by layer, site and view; columns are divided over `tensor` ranks."""
         tables = [
             Table(layer, name, view, site.width)
             for name, site in self.sites().items()
             for layer in site.layers
+            if layer == ALL_LAYERS or layer in self.held
             for view in range(site.views)
         ]
         tables.sort(key=lambda table: (table.layer, table.site, table.view))
@@ -186,7 +193,8 @@ class MemoryMethod:
         return 0
 
     def layer_keys(self, layer: int) -> slice | None:
-        """Which of a position's keys a layer reads; None: a position has one key, which all layers read."""
+        """Which of a position's keys, of the layers held here, a layer reads; None: a position has one key, which all
+        layers read."""
         return None
 
     def resolve_keys(self, data: PreparedData) -> tuple[Keys, str] | None:
@@ -332,8 +340,9 @@ def method_class(name: str) -> type[MemoryMethod]:
     return found
 
 
-def method_of(config: Config) -> MemoryMethod:
-    return method_class(config.memory.method)(config)
+def method_of(config: Config, held: Sequence[int] | None = None) -> MemoryMethod:
+    """`held`: the layers of this rank of a pipeline; None: all."""
+    return method_class(config.memory.method)(config, held)
 
 
 def table_layout(config: Config, tensor: int = 1) -> TableLayout:
@@ -370,6 +379,27 @@ def check_method(config: Config) -> None:
     if config.parallel.context > 1:
         _check_context(method)
     method.check()
+    _check_pipeline(method)
+
+
+def _check_pipeline(method: MemoryMethod) -> None:
+    config = method.config
+    if config.parallel.pipeline == 1:
+        return
+    degree = f"parallel.pipeline = {config.parallel.pipeline}"
+    if method.reads_embeddings and config.parallel.engine == "deepspeed":
+        raise UserError(
+            f"memory.method = {method.name} reads the token embedding in every stage of {degree}, whose gradient "
+            f"parallel.engine = deepspeed does not sum over the stages; set parallel.engine=hsdp or replicated"
+        )
+    if any(site.layers == (ALL_LAYERS,) for site in method.sites().values()) and config.memory.shard != "world":
+        raise UserError(
+            f"memory.shard = {config.memory.shard} is not offered with memory.method = {method.name} and {degree}, "
+            f"whose stages share one table; set memory.shard=world"
+        )
+    from xgram_dist.model.pipeline_stages import check_stages
+
+    check_stages(config)
 
 
 def load_recipe(path: str | Path, overrides: list[str] | None = None, scale: str | Path | None = None) -> Config:

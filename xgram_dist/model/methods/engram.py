@@ -13,7 +13,7 @@ row.
 """
 
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +108,9 @@ class Engram(MemoryMethod):
 
     # Tables
 
+    def table_layers(self) -> set[int]:
+        return set(self.layers)
+
     def sites(self) -> dict[str, TableSite]:
         return {"ngram": TableSite((ALL_LAYERS,), self.width // self.num_heads)}
 
@@ -129,7 +132,8 @@ class Engram(MemoryMethod):
     def layer_keys(self, layer: int) -> slice | None:
         if layer not in self.layers:
             return None
-        first = self.layers.index(layer) * self.num_heads
+        held = [one for one in self.layers if one in self.held]
+        first = held.index(layer) * self.num_heads
         return slice(first, first + self.num_heads)
 
     def resolve_keys(self, data: PreparedData) -> tuple[Keys, str]:
@@ -183,8 +187,12 @@ class Engram(MemoryMethod):
         """Without `keys`, tokens are not folded."""
         folding = keys if isinstance(keys, Folding) else Folding.identity(self.model.vocabulary)
         document_end = end_of_text if self.model.document_masking else None
-        keys_of = NgramKeys(self.ngram_hash(), folding.ids, document_end)
+        held = [number for number, layer in enumerate(self.layers) if layer in self.held]
+        keys_of = NgramKeys(self.ngram_hash(), folding.ids, document_end, held)
         context = self.context_of(mesh)
+        if mesh is not None and mesh.pipeline.size > 1:
+            # The table serves all layers, so that all stages share its rows.
+            mesh = replace(mesh, rows=mesh.stages, exchange=mesh.stages)
         return ShardedTables(self.config, self.layout(), routing, device, mesh, keys_of, optimizer, context)
 
     # Network

@@ -38,6 +38,9 @@ class MoLE(MemoryMethod):
     def check(self) -> None:
         check_layers(self.config, "mole", self.memory.mole.layers)
 
+    def table_layers(self) -> set[int]:
+        return set(self.layers)
+
     def build_sites(self, layer: int, axis: TensorAxis, context: ContextAxis) -> dict[str, nn.Module]:
         return {"experts": MoleSite(self.config, axis)} if layer in self.layers else {}
 
