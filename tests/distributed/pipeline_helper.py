@@ -3,7 +3,7 @@
 import numpy as np
 import torch
 
-HEAVY_HEAD = {"vocabulary": 60, "layers": 4, "heads": 4, "kv_heads": 4, "sequence_length": 12}
+HEAVY_HEAD = {"vocabulary": 60, "layers": 4, "heads": 4, "kv_heads": 4, "sequence_length": 16}
 END_OF_TEXT = 3
 
 
@@ -50,7 +50,7 @@ def build(config, ranks, dtype):
     torch.set_num_threads(1)
     mesh = build_mesh(config, ranks)
     masking = END_OF_TEXT if config.model.document_masking else None
-    model = tiny.model(config, dtype, masking, mesh.tensor, mesh.pipeline)
+    model = tiny.model(config, dtype, masking, mesh.tensor, mesh.context, mesh.pipeline)
     if dtype == torch.float32:
         model.compute_dtype = DTYPES[config.train.precision]
     for name, parameter in model.named_parameters():
@@ -73,8 +73,8 @@ def train(ranks, config, dtype=torch.float32, steps=20):
     optimizer = JointOptimizer(config, engine, lookup, mesh)
     losses, norms, working = [], [], None
     for step in range(1, steps + 1):
-        mine = batch_of(config, step).view(mesh.data.size, -1, config.train.micro_batch, config.model.sequence_length)
-        mine = mine[mesh.data.rank]
+        mine = batch_of(config, step).view(mesh.batch.size, -1, config.train.micro_batch, config.model.sequence_length)
+        mine = mine[mesh.batch.rank]
         windows = lookup.plan(mine).result()
         result = train_step(config, lookup, optimizer, mine, windows, step, working=working)
         losses.append((float(result.loss), float(result.cross_entropy)))

@@ -17,6 +17,7 @@ H_AND_V = {"sites": {"v": {"views": 2, "kernels": [3, 5]}, "h": {"views": 1, "ke
 MASKED = {"model": {"document_masking": True}}
 TWO, LOOPED = {"pipeline": 2}, {"pipeline": 2, "virtual_stages": 2}
 FILLED = {"pipeline_schedule": "zero_bubble"}
+CUT = {"pipeline": 2, "context": 2}
 
 CASES = {
     2: [
@@ -41,10 +42,16 @@ CASES = {
         ("xgram", {**TWO, "engine": "hsdp"}, FP32, {"train": {"freeze_backbone": True}}),
         ("xgram", {**TWO, "engine": "deepspeed"}, FP32, {}),
         ("scone", {**LOOPED, "engine": "deepspeed"}, FP32, {}),
+        *((method, CUT, FP64, {}) for method in METHODS),
+        ("xgram", {**CUT, **FILLED}, FP64, {"memory": H_AND_V, **MASKED}),
+        ("xgram", {**CUT, "engine": "hsdp"}, FP32, {"train": {"activation_checkpointing": True}}),
+        ("xgram", {**CUT, "engine": "deepspeed"}, FP32, {"memory": {"overlap": True}}),
     ],
     8: [
         ("xgram", {**TWO, "tensor": 2}, FP64, {"memory": H_AND_V}),
         ("mort", {**LOOPED, "engine": "hsdp"}, FP32, {"train": {"global_batch": 8}}),
+        ("xgram", {**CUT, "tensor": 2}, FP64, {"memory": H_AND_V}),
+        ("engram", {**CUT, "tensor": 2}, FP64, MASKED),
     ],
 }
 STEPS = 20

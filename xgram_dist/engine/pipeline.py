@@ -99,7 +99,7 @@ class Pipeline:
     def _residual_stream(self, shape: torch.Size, device: torch.device | None = None) -> Tensor:
         """Memory for what passes from stage to stage."""
         config, model = self._engine.config, self._engine.model
-        length = model.axis.sequence_axis.local_size(shape[-1])
+        length = model.axis.sequence_axis.local_size(shape[-1] // model.context.size)
         size = (shape[-2], length, config.model.width)
         return torch.empty(size, dtype=model.compute_dtype, device=device or self._engine.device)
 
