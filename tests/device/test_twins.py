@@ -47,6 +47,8 @@ CASES = {
         Case(engine=zero(1), precision="bf16"),
         Case({"optimizer": "catch_up"}, engine=zero(2)),
         Case({"optimizer": "lazy"}, engine=zero(3)),
+        Case({"optimizer": "catch_up"}, engine={**HSDP, "pipeline": 2}),
+        Case(engine={**zero(1), "pipeline": 2}, precision="bf16"),
     ],
     4: [
         Case({"wire": "bf16", "optimizer": "dense"}),

@@ -46,10 +46,11 @@ class Case:
 
     def reference(self) -> "Case":
         """To be trained on the CPU: the same with the simplest engine."""
-        return replace(self, engine={"engine": "replicated"})
+        stages = {key: value for key, value in self.engine.items() if key in ("pipeline", "virtual_stages")}
+        return replace(self, engine={"engine": "replicated", **stages})
 
     def config(self, ranks: int) -> Config:
-        data = ranks // self.tensor
+        data = ranks // self.tensor // self.engine.get("pipeline", 1)
         sections: dict[str, Any] = {
             "model": {"layers": 2},
             "train": {
@@ -73,7 +74,7 @@ class Run:
     def __init__(self, case: Case, device: torch.device, world: ProcessGroup):
         self.config = case.config(world.size)
         self.mesh = build_mesh(self.config, world)
-        self.model = tiny.model(self.config, tensor=self.mesh.tensor).to(device)
+        self.model = tiny.model(self.config, tensor=self.mesh.tensor, pipeline=self.mesh.pipeline).to(device)
         self.engine = build_engine(self.config, self.model, self.mesh, device)
         keys = methods.grams(self.config) if case.method == "scone" else None
         routing = tiny.routing(self.config) if case.method == "xgram" else None
