@@ -49,6 +49,8 @@ CASES = {
         Case({"optimizer": "lazy"}, engine=zero(3)),
         Case({"optimizer": "catch_up"}, context=2),
         *(Case(method=method, context=2, engine=HSDP) for method in ("mort", "engram", "scone")),
+        Case({"optimizer": "catch_up"}, engine={**HSDP, "pipeline": 2}),
+        Case(engine={**zero(1), "pipeline": 2}, precision="bf16"),
     ],
     4: [
         Case({"wire": "bf16", "optimizer": "dense"}),

@@ -256,6 +256,35 @@ class TwinDevice:
         for name in COLLECTIVES:
             setattr(dist, name, self._collective(name, getattr(dist, name)))
 
+        self._in_message = False
+        # torch checks operations by these names where they are defined.
+        for name in MESSAGES:
+            message = self._message(name, getattr(dist, name))
+            setattr(dist, name, message)
+            setattr(dist.distributed_c10d, name, message)
+        batch = dist.batch_isend_irecv
+        dist.batch_isend_irecv = lambda ops: [_start(one) for one in ops] if self._on else batch(ops)
+
+    def _message(self, name: str, function: Any) -> Any:
+        """A send, or a receive, whose buffer is NaN until it has come."""
+        signature = inspect.signature(function)
+
+        def call(*positional: Any, **named: Any) -> Any:
+            arguments = dict(signature.bind(*positional, **named).arguments)
+            if not self._on or self._in_message:
+                return function(**arguments)
+            self.ledger.collective(self._backend(arguments.get("group")), name, tensors_of(arguments))
+            arguments = map_leaves(host_of, arguments)
+            if name.endswith("recv") and arguments["tensor"].is_floating_point():
+                arguments["tensor"].fill_(float("nan"))
+            self._in_message = True  # torch calls it once more, by name, with the same tensors
+            try:
+                return function(**arguments)
+            finally:
+                self._in_message = False
+
+        return call
+
     def _backend(self, group: Any) -> str:
         return "gloo" if (group or dist.group.WORLD).group_name in self._gloo else "nccl"
 
@@ -280,6 +309,12 @@ class TwinDevice:
         return call
 
 
+def _start(one: dist.P2POp) -> Any:
+    """A message of a batch."""
+    peer = {"group_dst" if one.op is dist.isend else "group_src": one.group_peer}
+    return one.op(one.tensor, group=one.group, tag=one.tag, **peer)
+
+
 def _share_memory(tensor: Tensor, others: Any) -> bool:
     address = tensor.untyped_storage().data_ptr()
     return any(other.untyped_storage().data_ptr() == address for other in tensors_of(others))
@@ -298,6 +333,7 @@ class StartedWork:
         self._complete()
 
 
+MESSAGES = ("send", "recv", "isend", "irecv")
 COLLECTIVES = (
     "all_reduce",
     "all_to_all_single",

@@ -51,10 +51,11 @@ class Case:
 
     def reference(self) -> "Case":
         """To be trained on the CPU: the same with the simplest engine."""
-        return replace(self, engine={"engine": "replicated"})
+        stages = {key: value for key, value in self.engine.items() if key in ("pipeline", "virtual_stages")}
+        return replace(self, engine={"engine": "replicated", **stages})
 
     def config(self, ranks: int) -> Config:
-        data = ranks // (self.tensor * self.context)
+        data = ranks // (self.tensor * self.context * self.engine.get("pipeline", 1))
         sections: dict[str, Any] = {
             "model": {"layers": 2, **({"sequence_length": 32} if self.context > 1 else {})},
             "train": {
@@ -78,7 +79,8 @@ class Run:
     def __init__(self, case: Case, device: torch.device, world: ProcessGroup):
         self.config = case.config(world.size)
         self.mesh = build_mesh(self.config, world)
-        self.model = tiny.model(self.config, tensor=self.mesh.tensor, context=self.mesh.context).to(device)
+        axes = {axis: getattr(self.mesh, axis) for axis in ("tensor", "context", "pipeline")}
+        self.model = tiny.model(self.config, **axes).to(device)
         self.engine = build_engine(self.config, self.model, self.mesh, device)
         keys = methods.grams(self.config) if case.method == "scone" else None
         routing = tiny.routing(self.config) if case.method == "xgram" else None

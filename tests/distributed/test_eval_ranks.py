@@ -39,8 +39,9 @@ def _train_and_score(ranks, config, folder: Path) -> None:
         (4, {"engine": "hsdp", "tensor": 2, "sequence_parallel": True}),
         (2, {"engine": "deepspeed", "zero_stage": 3}),
         (4, {"engine": "hsdp", "context": 2}),
+        (2, {"engine": "replicated", "pipeline": 2}),
     ],
-    ids=["hsdp-tensor", "zero-3", "context"],
+    ids=["hsdp-tensor", "zero-3", "context", "pipeline"],
 )
 def test_scores_in_training_are_those_of_the_checkpoint(data: Path, tmp_path: Path, size: int, parallel: dict) -> None:
     benchmarks = make_benchmarks(tmp_path / "benchmarks", 5)

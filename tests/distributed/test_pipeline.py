@@ -121,7 +121,7 @@ def test_what_does_not_combine_is_refused_by_name(method, parallel, others, sent
 
 def test_a_pipeline_needs_a_micro_batch_for_each_rank():
     with pytest.raises(UserError, match=r"a rank 1 micro-batch a step, but parallel.pipeline = 2 needs at least 2"):
-        accumulation(config_of("vanilla", TWO), 8)
+        accumulation(config_of("vanilla", TWO), 4)
     looped = config_of("vanilla", {"pipeline": 3}, model={"layers": 6}, train={"global_batch": 7})
     assert accumulation(looped, 1) == 7
     with pytest.raises(UserError, match=r"needs a multiple of 3"):

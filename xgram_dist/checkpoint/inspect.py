@@ -91,6 +91,7 @@ def describe(folder: Path, manifest: Manifest) -> dict[str, Any]:
         "engine": facts["engine"],
         "ranks": facts["ranks"],
         "tensor": facts["tensor"],
+        "stages": facts.get("stages", []),
         "method": memory["method"],
         "compression": memory["compression"] if memory["method"] != "vanilla" else None,
         "table_optimizer": facts["table_optimizer"],

@@ -115,7 +115,7 @@ def _lines(one: dict[str, Any]) -> list[tuple[str, str]]:
         ("checkpoint", one["checkpoint"]),
         ("run", f"{one['name']}, step {one['step']:,} of {one['steps']:,}, loss {_loss(one)}"),
         ("saved", f"{one['saved']} by {by}"),
-        ("layout", f"{one['ranks']} rank(s), tensor degree {one['tensor']}, engine {one['engine']}"),
+        ("layout", f"{one['ranks']} rank(s), tensor degree {one['tensor']}, engine {one['engine']}{_stages(one)}"),
     ]
     if one["method"] != "vanilla" and one["table_optimizer"] is None:
         lines.append(("method", f"{one['method']}, whose tables are computed at export"))
@@ -178,3 +178,8 @@ COMMANDS = {
     "inspect": Command(EXAMPLES, add_arguments, run),
     "checkpoint": Command(PACK_EXAMPLES, add_pack_arguments, run_pack),
 }
+
+
+def _stages(one: dict[str, Any]) -> str:
+    """Of a pipeline."""
+    return f", {len(one['stages'])} stages" if one["stages"] else ""
