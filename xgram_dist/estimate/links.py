@@ -106,14 +106,11 @@ class Transfer(ABC):
     near: Times
     """Bytes that each rank sends within its node."""
 
-    def last_start(self, start: Times) -> Times:
-        """Of the ranks of each rank's group."""
-        return self._spread(start[self.groups].max(1), start)
-
-    def _spread(self, of_groups: Times, like: Times) -> Times:
-        times = np.empty_like(like)
-        times[self.groups] = of_groups[:, None]
-        return times
+    def last_of_group(self, times: Times) -> Times:
+        """The latest of each rank's group."""
+        latest = np.empty_like(times)
+        latest[self.groups] = times[self.groups].max(1)[:, None]
+        return latest
 
     @abstractmethod
     def ends(self, start: Times) -> Times:
@@ -152,7 +149,7 @@ class Ring(Transfer):
         return delay * MICRO + max(near_seconds, far_seconds)
 
     def ends(self, start: Times) -> Times:
-        return self.last_start(start) + self.seconds
+        return self.last_of_group(start) + self.seconds
 
 
 class AllToAll(Transfer):
@@ -179,9 +176,8 @@ class AllToAll(Transfer):
 
     def ends(self, start: Times) -> Times:
         sent = np.maximum(start + self._out, self._uplink_ends(start, self._node_out))
-        last_sender = self._spread(sent[self.groups].max(1), start)
         received = np.maximum(start + self._in, self._uplink_ends(start, self._node_in))
-        return np.maximum(last_sender, received) + self._delay
+        return np.maximum(self.last_of_group(sent), received) + self._delay
 
     def _uplink_ends(self, start: Times, seconds: Times) -> Times:
         """When the uplink of each rank's node has carried what its ranks give it: it works whenever there is any."""

@@ -67,7 +67,7 @@ def draw_requests(
     seed: int,
     progress: Callable[[], None] = lambda: None,
 ) -> Requests:
-    """`window_sizes`: micro-batches of each window. `progress`: called once for each rank of the data axis and window."""
+    """`window_sizes`: micro-batches of each window. `progress`: called for each rank of the data axis and window."""
     random = np.random.default_rng(seed)
     per_micro_batch = config.train.micro_batch * config.model.sequence_length
     source: _Tokens | _Ngrams
@@ -119,7 +119,9 @@ class _Tokens:
         widths: dict[int, int] = {}
         for slab in slabs:
             widths[slab.view] = widths.get(slab.view, 0) + slab.width
-        self._views = [(*owners_of_tokens(routing, view, sharding, vocabulary), width) for view, width in widths.items()]
+        self._views = [
+            (*owners_of_tokens(routing, view, sharding, vocabulary), width) for view, width in widths.items()
+        ]
         order = np.argsort(-frequencies, kind="stable")
         self._order, self._cumulative = order, np.cumsum(frequencies[order], dtype=np.float64)
         self._cumulative /= self._cumulative[-1]

@@ -88,7 +88,7 @@ class Trace:
 @dataclass(frozen=True)
 class Network:
     machine: Machine
-    latency: Latency = Latency()
+    latency: Latency
     uplink: float | None = None
     """Of a node, in GB/s."""
 

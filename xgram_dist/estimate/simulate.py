@@ -3,8 +3,8 @@
 Each rank has three resources: its device, its network, and its host, which plans ahead. An event is the start or the
 end of a phase on a resource. Work on a device starts when what came before it has ended. A transfer starts on a rank
 when it has been asked for and the rank's network is free, in the order of the program, and ends as its links allow
-(`links.py`). Waiting is what a device does until a transfer has ended; it is told apart into waiting for ranks that have
-not started the transfer, and for the bytes.
+(`links.py`). Waiting is what a device does until a transfer has ended; it is told apart into waiting for ranks that
+have not asked for the transfer, and for the bytes.
 
 The order of events of a rank is that of the program (`step_program.py`), the same on all ranks. So the run goes through
 the program once, and treats an event of all ranks at a time.
@@ -37,6 +37,8 @@ class Recorder:
 
     def __init__(self, ranks: list[int]):
         self.ranks = ranks
+        self.start = np.zeros(len(ranks))
+        """Of the step, on each of these ranks."""
         self.events: list[Event] = []
 
     def add(self, lane: Lane, name: str, start: Times, end: Times) -> None:
@@ -50,8 +52,8 @@ class Pending:
     """A transfer under way."""
 
     name: str
-    last_start: Times
-    """When the last rank of each rank's group had started it."""
+    last_asked: Times
+    """When the last rank of each rank's group had asked for it."""
     end: Times
 
 
@@ -87,7 +89,7 @@ class Clock:
         """Seconds that transfers of a name took from their last start to their end on the last rank, hidden or not."""
         self._network, self._host = np.zeros(ranks), np.zeros(ranks)
         self._stragglers = stragglers or Stragglers(ranks)
-        self._recorder = recorder
+        self.recorder = recorder
 
     def work(self, name: str, seconds: float | Times) -> None:
         """On the device."""
@@ -104,7 +106,8 @@ class Clock:
     def send(self, transfer: Transfer, ready: Times | None = None, lane: Lane = "network") -> Pending:
         """Asks for a transfer now, or when it is `ready`. Transfers of a lane follow one another."""
         free = self._network if lane == "network" else self._host
-        start = np.maximum(self.now if ready is None else ready, free)
+        asked = self.now if ready is None else ready
+        start = np.maximum(asked, free)
         end = transfer.ends(start)
         if lane == "network":
             self._network = end
@@ -112,14 +115,14 @@ class Clock:
             self._host = end
         self.far += transfer.far
         self.near += transfer.near
-        last_start = transfer.last_start(start)
+        last_start = transfer.last_of_group(start)
         seconds = float((end - last_start).max())
         self.transferring[transfer.name] = self.transferring.get(transfer.name, 0.0) + seconds
         self._record(lane, transfer.name, np.maximum(start, last_start), end)
-        return Pending(transfer.name, last_start, end)
+        return Pending(transfer.name, transfer.last_of_group(asked), end)
 
     def wait(self, pending: Pending) -> None:
-        self._advance(OTHERS, np.maximum(self.now, np.minimum(pending.last_start, pending.end)))
+        self._advance(OTHERS, np.maximum(self.now, np.minimum(pending.last_asked, pending.end)))
         self._advance(pending.name, np.maximum(self.now, pending.end))
 
     def wait_until(self, name: str, when: Times) -> None:
@@ -132,8 +135,8 @@ class Clock:
         self.now = end
 
     def _record(self, lane: Lane, name: str, start: Times, end: Times) -> None:
-        if self._recorder is not None:
-            self._recorder.add(lane, name, start, end)
+        if self.recorder is not None:
+            self.recorder.add(lane, name, start, end)
 
 
 @dataclass(frozen=True)
@@ -187,7 +190,8 @@ def simulate_step(
     start = clock.now.copy()
     before = {name: seconds.copy() for name, seconds in clock.spent.items()}
     far, near, transferring = clock.far.copy(), clock.near.copy(), dict(clock.transferring)
-    clock._recorder = recorder if recorded else None
+    recorder.start = start[recorder.ranks]
+    clock.recorder = recorder if recorded else None
     program(clock, handed_on)
     spent = {name: seconds - before.get(name, 0.0) for name, seconds in clock.spent.items()}
     step = SimulatedStep(

@@ -148,9 +148,7 @@ class StepProgram:
         messages = self._layout.messages
         tensor = [m for m in messages if m.axis == "tensor" and m.name != "norm and loss"]
         passes = 2 * self._layers * self._micro_batches
-        self._block = [
-            self._ring(replace(m, bytes=m.bytes / passes)) for m in tensor if not m.of_tables
-        ]
+        self._block = [self._ring(replace(m, bytes=m.bytes / passes)) for m in tensor if not m.of_tables]
         windows = len(self._windows)
         of_window = [self._ring(replace(m, bytes=m.bytes / windows)) for m in tensor if m.of_tables]
         self._after_fetch = [one for one in of_window if one.name == "residual-site vectors"]
@@ -162,9 +160,7 @@ class StepProgram:
         """Messages of the backbone's engine, by when they are sent."""
         config = self._config
         names = {"norm and loss"}
-        messages = [
-            m for m in self._layout.messages if not m.of_tables and m.axis != "tensor" and m.name not in names
-        ]
+        messages = [m for m in self._layout.messages if not m.of_tables and m.axis != "tensor" and m.name not in names]
         shapes = parameter_shapes(config, self._axes.tensor)
         blocks = [float(numel(block)) for block in shapes.blocks]
         root, head = float(numel(shapes.root)), float(numel(shapes.head))
