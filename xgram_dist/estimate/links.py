@@ -105,6 +105,7 @@ class Transfer(ABC):
     """Bytes that each rank sends to other nodes."""
     near: Times
     """Bytes that each rank sends within its node."""
+    between_nodes: bool
 
     def last_of_group(self, times: Times) -> Times:
         """The latest of each rank's group."""
@@ -125,7 +126,7 @@ class Ring(Transfer):
         self.name, self.groups, self._collective, self._size = name, groups, collective, size
         ranks, nodes = groups.shape[1], len(np.unique(groups[0] // links.node_ranks))
         self._in_node = -(-ranks // nodes)
-        self._nodes, self._links = nodes, links
+        self._nodes, self._links, self.between_nodes = nodes, links, nodes > 1
         crossing = self._size / self._in_node if nodes > 1 else 0.0
         self.far = np.full(links.ranks, crossing)
         self.near = np.full(links.ranks, self._size - crossing)
@@ -167,8 +168,8 @@ class AllToAll(Transfer):
         self._out, self._in = self._seconds(*sent), self._seconds(*received)
         self._node_out, self._node_in = sent[0] / links.uplink, received[0] / links.uplink
         ranks = groups.shape[1]
-        far = ranks > 1 and bool((groups[0] // links.node_ranks != groups[0, 0] // links.node_ranks).any())
-        delay = links.latency.network if far else links.latency.node
+        self.between_nodes = len(np.unique(groups[0] // links.node_ranks)) > 1
+        delay = links.latency.network if self.between_nodes else links.latency.node
         self._delay = (delay + (ranks - 1) * links.latency.message) * MICRO if ranks > 1 else 0.0
 
     def _seconds(self, far: Times, near: Times) -> Times:

@@ -1,10 +1,11 @@
 """A discrete-event run of an optimizer step over all ranks and links.
 
-Each rank has three resources: its device, its network, and its host, which plans ahead. An event is the start or the
-end of a phase on a resource. Work on a device starts when what came before it has ended. A transfer starts on a rank
-when it has been asked for and the rank's network is free, in the order of the program, and ends as its links allow
-(`links.py`). Waiting is what a device does until a transfer has ended; it is told apart into waiting for ranks that
-have not asked for the transfer, and for the bytes.
+Each rank has four resources: its device, its card to the network, its link within the node, and its host, which plans
+ahead. An event is the start or the end of a phase on a resource. Work on a device starts when what came before it has
+ended. A transfer between nodes takes the network, one within nodes the link; it starts on a rank when it has been asked
+for and that is free, in the order of the program, and ends as its links allow (`links.py`). Waiting is what a device
+does until a transfer has ended; it is told apart into waiting for ranks that have not asked for the transfer, and for
+the bytes.
 
 The order of events of a rank is that of the program (`step_program.py`), the same on all ranks. So the run goes through
 the program once, and treats an event of all ranks at a time.
@@ -18,7 +19,7 @@ import numpy as np
 
 from xgram_dist.estimate.links import Times, Transfer
 
-Lane = Literal["device", "network", "host"]
+Lane = Literal["device", "network", "node", "host"]
 OTHERS = "waiting for other ranks"
 
 
@@ -87,7 +88,7 @@ class Clock:
         """Bytes that each rank sent to other nodes, and within its node."""
         self.transferring: dict[str, float] = {}
         """Seconds that transfers of a name took from their last start to their end on the last rank, hidden or not."""
-        self._network, self._host = np.zeros(ranks), np.zeros(ranks)
+        self._free: dict[Lane, Times] = {lane: np.zeros(ranks) for lane in ("network", "node", "host")}
         self._stragglers = stragglers or Stragglers(ranks)
         self.recorder = recorder
 
@@ -98,21 +99,18 @@ class Clock:
 
     def plan(self, name: str, seconds: float | Times) -> Times:
         """Begins now, on the host, or when it is free. When it will be done."""
-        start = np.maximum(self.now, self._host)
-        self._host = start + seconds
-        self._record("host", name, start, self._host)
-        return self._host
+        start = np.maximum(self.now, self._free["host"])
+        self._free["host"] = start + seconds
+        self._record("host", name, start, self._free["host"])
+        return self._free["host"]
 
-    def send(self, transfer: Transfer, ready: Times | None = None, lane: Lane = "network") -> Pending:
+    def send(self, transfer: Transfer, ready: Times | None = None, lane: Lane | None = None) -> Pending:
         """Asks for a transfer now, or when it is `ready`. Transfers of a lane follow one another."""
-        free = self._network if lane == "network" else self._host
+        lane = lane or ("network" if transfer.between_nodes else "node")
         asked = self.now if ready is None else ready
-        start = np.maximum(asked, free)
+        start = np.maximum(asked, self._free[lane])
         end = transfer.ends(start)
-        if lane == "network":
-            self._network = end
-        else:
-            self._host = end
+        self._free[lane] = end
         self.far += transfer.far
         self.near += transfer.near
         last_start = transfer.last_of_group(start)

@@ -2,7 +2,7 @@
 for (const figure of document.querySelectorAll("figure[data-timeline]")) {
   const data = JSON.parse(figure.dataset.timeline);
   const canvas = figure.querySelector("canvas"), tip = figure.querySelector(".tip"), pen = canvas.getContext("2d");
-  const LEFT = 132, TOP = 6, BOTTOM = 26, ROW = 46, STRIPS = [[3, 20], [25, 9], [36, 6]];
+  const LEFT = 132, TOP = 6, BOTTOM = 26, ROW = 46, STRIPS = [[3, 18], [22, 8], [31, 5], [37, 5]];
   const height = TOP + data.rows.length * ROW + BOTTOM, least = data.end / 1e5;
   const colour = name => getComputedStyle(document.documentElement).getPropertyValue(name).trim();
   const rows = data.rows.map(() => data.lanes.map(() => []));

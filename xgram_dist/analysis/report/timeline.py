@@ -1,4 +1,4 @@
-"""A simulated step as a page: a row a rank, with what its device, its network and its host do, to be zoomed into.
+"""A simulated step as a page: a row a rank, with what its device, its links and its host do, to be zoomed into.
 
 The page stands alone. All events are in it as JSON; `timeline.js` draws those in view, and shows the phase under the
 pointer.
@@ -11,7 +11,7 @@ from xgram_dist.analysis.report.html import Markup, Section, note, page, table, 
 from xgram_dist.estimate.simulate import OTHERS, Recorder, SimulatedStep
 
 HERE = Path(__file__).parent
-LANES = ("device", "network", "host")
+LANES = ("device", "network", "node", "host")
 COLOURS = {
     "forward": 0,
     "backward": 5,
@@ -62,9 +62,9 @@ def timeline_page(
     )
     rows = [[name, f"{1000 * s.mean():,.2f}", f"{1000 * s.max():,.2f}"] for name, s in step.spent.items()]
     how = note(
-        "Each rank has three strips: its device (tall), its network, and its host. Grey on the device is waiting for other "
-        "ranks. Wheel or + and - zoom, dragging or the arrow keys move, a double click shows everything. The ranks that "
-        "wait least hold up the others, and come first."
+        "Each rank has four strips: its device (tall), its card to the network, its link within the node, and its "
+        "host. Grey on the device is waiting for other ranks. Wheel or + and - zoom, dragging or the arrow keys move, "
+        "a double click shows everything. The ranks that wait least hold up the others, and come first."
     )
     sections = [
         Section("timeline", "Timeline", [how, figure, tag("style", Markup(STYLE)), tag("script", _script())]),
