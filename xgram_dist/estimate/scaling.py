@@ -203,7 +203,6 @@ class ScalingRow:
 
     def as_dict(self) -> dict[str, Any]:
         found = self.simulation.as_dict()
-        found.pop("transferring")
         return {"layout": self.layout, "micro_batch": self.micro_batch, "efficiency": self.efficiency, **found}
 
 

@@ -88,6 +88,8 @@ class Clock:
         """Bytes that each rank sent to other nodes, and within its node."""
         self.transferring: dict[str, float] = {}
         """Seconds that transfers of a name took from their last start to their end on the last rank, hidden or not."""
+        self.bytes: dict[str, float] = {}
+        """Sent by all ranks, by transfer."""
         self._free: dict[Lane, Times] = {lane: np.zeros(ranks) for lane in ("network", "node", "host")}
         self._stragglers = stragglers or Stragglers(ranks)
         self.recorder = recorder
@@ -113,6 +115,7 @@ class Clock:
         self._free[lane] = end
         self.far += transfer.far
         self.near += transfer.near
+        self.bytes[transfer.name] = self.bytes.get(transfer.name, 0.0) + float((transfer.far + transfer.near).sum())
         last_start = transfer.last_of_group(start)
         seconds = float((end - last_start).max())
         self.transferring[transfer.name] = self.transferring.get(transfer.name, 0.0) + seconds
@@ -147,6 +150,7 @@ class SimulatedStep:
     far: Times
     near: Times
     transferring: dict[str, float]
+    bytes: dict[str, float]
     start: Times
     end: Times
 
@@ -168,6 +172,7 @@ class SimulatedStep:
             "seconds": self.seconds,
             "phases": phases,
             "transferring": self.transferring,
+            "bytes": self.bytes,
             "bytes_between_nodes": {"mean": float(self.far.mean()), "largest": float(self.far.max())},
             "bytes_within_nodes": {"mean": float(self.near.mean()), "largest": float(self.near.max())},
         }
@@ -187,7 +192,7 @@ def simulate_step(
     handed_on = program(clock, None)
     start = clock.now.copy()
     before = {name: seconds.copy() for name, seconds in clock.spent.items()}
-    far, near, transferring = clock.far.copy(), clock.near.copy(), dict(clock.transferring)
+    far, near, transferring, sent = clock.far.copy(), clock.near.copy(), dict(clock.transferring), dict(clock.bytes)
     recorder.start = start[recorder.ranks]
     clock.recorder = recorder if recorded else None
     program(clock, handed_on)
@@ -198,6 +203,7 @@ def simulate_step(
         far=clock.far - far,
         near=clock.near - near,
         transferring={name: seconds - transferring.get(name, 0.0) for name, seconds in clock.transferring.items()},
+        bytes={name: size - sent.get(name, 0.0) for name, size in clock.bytes.items()},
         start=start,
         end=clock.now,
     )

@@ -316,8 +316,10 @@ class StepProgram:
     def _reduce(self, clock: Clock, layer: int, reductions: list[Pending], last_of_step: bool) -> None:
         if not (last_of_step or self._reduced_each):
             return
-        for ring in self._reductions.get(layer, []):
-            pending = clock.send(ring)
+        reduced: Times | None = None
+        for ring in self._reductions.get(layer, []):  # within shards first, then over replicas
+            pending = clock.send(ring, reduced)
+            reduced = pending.end
             if self._engine_overlaps:
                 reductions.append(pending)
             else:
