@@ -27,8 +27,8 @@ EXAMPLES = """
       train.micro_batch=1 parallel.engine=hsdp parallel.replicate=128 memory.overlap=true
   xgram-dist simulate recipes/1.15b/xgram-4x-50.yaml --ranks 64 --straggler 17:1.3 --jitter 0.05 --seed 3 --json
   xgram-dist simulate recipes/0.73b/vanilla.yaml --ranks 32 --ranks-per-node 4 --bandwidth 12.5 --uplink 25
-  xgram-dist simulate recipes/0.73b/xgram-4x-50.yaml --layouts --ranks 16 64 256 1024 --trace frequencies.npz
-  xgram-dist simulate recipes/0.73b/engram-4x.yaml --layouts --ranks 16 4096 train.global_batch=4096
+  xgram-dist simulate recipes/0.73b/xgram-4x-50.yaml --layouts --ranks 16,64,256,1024 --trace frequencies.npz
+  xgram-dist simulate recipes/0.73b/engram-4x.yaml --layouts --ranks 16,4096 train.global_batch=4096
 """
 
 LATENCIES = {
@@ -43,7 +43,7 @@ MAX_TIMELINE_RANKS = 64
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("recipe", help="YAML file")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="change keys of the recipe")
-    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="ranks; several with --layouts (default 16)")
+    parser.add_argument("--ranks", default="16", metavar="N[,N]", help="ranks; several with --layouts (default 16)")
     parser.add_argument("--ranks-per-node", type=int, default=8, metavar="N", help="ranks of a node (default 8)")
     parser.add_argument(
         "--trace",
@@ -135,7 +135,10 @@ def _run_layouts(
 
 
 def _ranks(args: argparse.Namespace) -> list[int]:
-    ranks: list[int] = args.ranks or [16]
+    try:
+        ranks = [int(word) for word in args.ranks.split(",")]
+    except ValueError:
+        raise UserError(f"--ranks {one_line(args.ranks, 40)} is not a number, or several such as 16,64") from None
     for count in ranks:
         if not 1 <= count <= MAX_RANKS:
             raise UserError(f"--ranks {one_line(str(count), 40)} is not from 1 to {MAX_RANKS}")
@@ -220,9 +223,15 @@ def _print(simulation: "Simulation", source: str) -> None:
     rows = []
     for name, seconds in sorted(step.spent.items(), key=lambda item: -float(item[1].mean())):
         mean, most = float(seconds.mean()), float(seconds.max())
-        hidden = step.transferring.get(name)
+        transfer = step.transferring.get(name)
         rows.append(
-            [name, _ms(mean), _ms(most), f"{100 * mean / step.seconds:.1f} %", "" if hidden is None else _ms(hidden)]
+            [
+                name,
+                _ms(mean),
+                _ms(most),
+                f"{100 * mean / step.seconds:.1f} %",
+                "" if transfer is None else _ms(transfer),
+            ]
         )
     print_table(["a rank's device, in a step", "mean, ms", "largest, ms", "share", "transfer, hidden or not, ms"], rows)
     print()

@@ -37,7 +37,7 @@ class WindowLoad:
 
     @staticmethod
     def empty(ranks: int) -> "WindowLoad":
-        return WindowLoad(*(np.zeros(ranks) for _ in range(4)))
+        return WindowLoad(np.zeros(ranks), np.zeros(ranks), np.zeros(ranks), np.zeros(ranks))
 
 
 @dataclass

@@ -130,6 +130,7 @@ class Simulation:
             },
             "imbalance": None if self.requests is None else self.requests.imbalance,
             "device_bytes": self.layout.device_bytes,
+            "host_bytes": self.layout.host_bytes,
         }
 
 

@@ -17,6 +17,8 @@ Bytes of the engine and the tensor axis are those of `plan`, times are those of 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from xgram_dist.config.schema import Config
 from xgram_dist.engine.deepspeed import deepspeed_config
 from xgram_dist.errors import UserError
@@ -136,12 +138,14 @@ class StepProgram:
             self._fetches.append([AllToAll("table vectors", groups, s, r, self._links) for s, r in scaled])
             self._returns.append([AllToAll("table gradients", groups, r, s, self._links) for s, r in scaled])
         width = sum(slab.width for slab in table_layout(config, self._axes.tensor).slabs)
-        sides = [_sides(load) for load in requests.windows]
         of_id = id_bytes(tables.num_rows) * len(tables.slabs) / width
-        sent, received = (
-            (sum(side[n][0] for side in sides) * of_id, sum(side[n][1] for side in sides) * of_id) for n in (1, 0)
+        self._ids = AllToAll(
+            "token ids",
+            groups,
+            _scale(_total([_sides(load)[1] for load in requests.windows]), of_id),
+            _scale(_total([_sides(load)[0] for load in requests.windows]), of_id),
+            self._links,
         )
-        self._ids = AllToAll("token ids", groups, sent, received, self._links)
 
     def _collectives(self) -> None:
         """Those of the tensor axis and of the tables, which wait for nobody but each other."""
@@ -339,10 +343,18 @@ class StepProgram:
         clock.work("adding up gradients", self._work.give_back * (self._windows[window] / self._micro_batches))
 
 
-def _sides(load: WindowLoad) -> tuple[tuple[Times, Times], tuple[Times, Times]]:
-    """(served, requested), each (to other nodes, within the node)"""
+Side = tuple[Times, Times]
+"""(to or from other nodes, within the node)"""
+
+
+def _sides(load: WindowLoad) -> tuple[Side, Side]:
+    """(served, requested)"""
     return (load.served_far, load.served_near), (load.requested_far, load.requested_near)
 
 
-def _scale(side: tuple[Times, Times], factor: float) -> tuple[Times, Times]:
+def _scale(side: Side, factor: float) -> Side:
     return side[0] * factor, side[1] * factor
+
+
+def _total(sides: list[Side]) -> Side:
+    return np.sum([far for far, _ in sides], axis=0), np.sum([near for _, near in sides], axis=0)

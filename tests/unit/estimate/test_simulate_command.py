@@ -31,11 +31,11 @@ def test_figures_as_text_and_as_json(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_layouts_on_several_ranks(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["simulate", TINY, "--layouts", "--ranks", "2", "8", "--ranks-per-node", "2", "--json"]) == 0
+    assert main(["simulate", TINY, "--layouts", "--ranks", "2,8", "--ranks-per-node", "2", "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)
     assert {(row["layout"], row["ranks"]) for row in rows} >= {("replicated", 2), ("HSDP, overlap", 8)}
     assert all(row["efficiency"] == 1.0 for row in rows if row["ranks"] == 2)
-    assert main(["simulate", str(RECIPES / "tiny" / "vanilla.yaml"), "--layouts", "--ranks", "2", "4"]) == 0
+    assert main(["simulate", str(RECIPES / "tiny" / "vanilla.yaml"), "--layouts", "--ranks", "2,4"]) == 0
     assert "by node" not in capsys.readouterr().out
 
 
@@ -60,7 +60,8 @@ def test_the_page_stands_alone_and_holds_the_events(tmp_path: Path, capsys: pyte
     ("words", "expected"),
     [
         (["--ranks", "0"], "--ranks 0 is not from 1 to"),
-        (["--ranks", "8", "16"], "--ranks takes several numbers with --layouts only"),
+        (["--ranks", "8,x"], "--ranks 8,x is not a number, or several such as 16,64"),
+        (["--ranks", "8,16"], "--ranks takes several numbers with --layouts only"),
         (["--ranks", "12"], "--ranks 12 are not whole nodes of 8; change it or --ranks-per-node"),
         (["--ranks", "2", "--ranks-per-node", "0"], "--ranks-per-node 0 is not at least 1"),
         (["--straggler", "3"], "--straggler 3 is not RANK:FACTOR, such as 17:1.3"),
