@@ -57,6 +57,11 @@ class LinkEnd:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
 
+    def set_rate(self, rate_mbit: int) -> None:
+        """Another rate for what this end sends, where `tc` makes it by tbf. By a process that has entered."""
+        discipline = ["tbf", "rate", f"{rate_mbit}mbit", "burst", "192kb", "latency", "50ms"]
+        _run(["tc", "qdisc", "replace", "dev", self.device, "root", *discipline])
+
 
 class SlowLink:
     def __init__(self, rate_mbit: int, delay_ms: float):
