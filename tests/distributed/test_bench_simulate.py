@@ -18,7 +18,7 @@ def test_measured_and_simulated_layouts(capfd):
     assert set(figures["layouts"]) == {f"{name}, 2 ranks" for name in LAYOUTS}
     for one in figures["layouts"].values():
         assert one["measured_ms"] > one["without_limits_ms"] > 0
-        assert one["exchange_bytes_simulated"] == pytest.approx(one["exchange_bytes_measured"], rel=0.15), one
+        assert one["exchange_bytes_simulated"] == pytest.approx(one["exchange_bytes_measured"], rel=0.2), one
 
 
 def test_without_namespaces_it_says_so(monkeypatch, capsys):
