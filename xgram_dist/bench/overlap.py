@@ -81,12 +81,12 @@ def overlap_config(overlap: bool, ranks: int) -> Config:
 class Side:
     """A model, and where it is in its training."""
 
-    def __init__(self, overlap: bool, ranks: ProcessGroup, routing: Routing):
-        self.config = overlap_config(overlap, ranks.size)
+    def __init__(self, config: Config, ranks: ProcessGroup, routing: Routing):
+        self.config = config
         mesh = build_mesh(self.config, ranks)
         self.lookup = build_lookup(self.config, routing, CPU, mesh)
-        engine = build_engine(self.config, build_model(self.config, CPU), mesh, CPU)
-        self.optimizer = JointOptimizer(self.config, engine, self.lookup, mesh)
+        self.engine = build_engine(self.config, build_model(self.config, CPU), mesh, CPU)
+        self.optimizer = JointOptimizer(self.config, self.engine, self.lookup, mesh)
         self.phases = ranks.phases
         self.planned: Future[list[Window]] | None = None
         self.windows: list[Window] = []
@@ -126,6 +126,7 @@ class Side:
         assert self.planned is not None
         self.planned.result()
         self.lookup.close()
+        self.engine.close()
 
 
 def run_turns(ranks: ProcessGroup, turns: int, steps: int) -> dict[str, Any]:
@@ -134,7 +135,9 @@ def run_turns(ranks: ProcessGroup, turns: int, steps: int) -> dict[str, Any]:
     frequencies /= frequencies.sum()
     layout = table_layout(overlap_config(False, ranks.size))
     routing = build_routing(frequencies, routing_settings(overlap_config(False, ranks.size)), layout.num_views)
-    sides = {name: Side(name == "overlapped", ranks, routing) for name in ("plain", "overlapped")}
+    sides = {
+        name: Side(overlap_config(name == "overlapped", ranks.size), ranks, routing) for name in ("plain", "overlapped")
+    }
     shape = (turns * (1 + steps) + 1, MICRO_BATCHES, MICRO_BATCH, LENGTH)
     tokens = torch.from_numpy(np.random.default_rng(ranks.rank).choice(VOCABULARY, shape, p=frequencies))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in sides}

@@ -1,6 +1,6 @@
-"""Two machines on this one, joined by a slow link: a network namespace for each rank.
+"""Two machines on this one, joined by a slow link: a network namespace for each, which one or more ranks enter.
 
-    with SlowLink(rate_mbit=1000, delay_ms=1.0) as link: ...      # a rank calls link.ends[rank].enter()
+    with SlowLink(rate_mbit=1000, delay_ms=1.0) as link: ...      # a rank calls link.ends[its machine].enter()
 
 Each namespace belongs to a process that does nothing else and dies with this one, so nothing is left behind however
 this process ends; the host's own network is not touched. What an end sends is held to the rate by `tc`. The delay is
@@ -56,6 +56,11 @@ class LinkEnd:
         with Path(f"/proc/{self.pid}/ns/net").open() as namespace:
             if ctypes.CDLL(None, use_errno=True).setns(namespace.fileno(), _CLONE_NEWNET):
                 raise OSError(ctypes.get_errno(), "setns")
+
+    def set_rate(self, rate_mbit: int) -> None:
+        """Another rate for what this end sends, where `tc` makes it by tbf. By a process that has entered."""
+        discipline = ["tbf", "rate", f"{rate_mbit}mbit", "burst", "192kb", "latency", "50ms"]
+        _run(["tc", "qdisc", "replace", "dev", self.device, "root", *discipline])
 
 
 class SlowLink:
@@ -145,7 +150,7 @@ def _own_namespace() -> "subprocess.Popen[bytes]":
     ours, end = os.readlink("/proc/self/ns/net"), time.monotonic() + 10
     while os.readlink(f"/proc/{owner.pid}/ns/net") == ours:
         if owner.poll() is not None or time.monotonic() > end:
-            raise UserError("bench overlap: a network namespace could not be made")
+            raise UserError("a network namespace could not be made")
         time.sleep(0.01)
     return owner
 
@@ -167,4 +172,4 @@ def _raise_priority() -> None:
 def _run(words: list[str]) -> None:
     done = subprocess.run(words, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise UserError(f"bench overlap: '{' '.join(words)}' failed: {done.stderr.strip()}")
+        raise UserError(f"'{' '.join(words)}' failed: {done.stderr.strip()}")

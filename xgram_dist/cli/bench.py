@@ -23,6 +23,7 @@ EXAMPLES = """
   xgram-dist bench serve --json       time per token in vLLM, against the backbone without tables (after `make serving`)
   xgram-dist bench restart recipes/tiny/xgram.yaml           kill to first new step: the command again, and --restarts
   xgram-dist bench overlap            exchange with and without overlap, over an emulated link of 1 Gb/s (as root)
+  xgram-dist bench simulate --ranks 2 4 8     simulated steps against measured ones, over an emulated link (as root)
 """
 
 Figures = dict[str, Any]
@@ -56,10 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=int,
         nargs="+",
         default=[2],
-        help="exchange: one or more numbers of ranks; checkpoint, engine, planning: one number (default 2)",
+        help="exchange, simulate: one or more numbers of ranks; checkpoint, engine, planning: one number (default 2)",
     )
     parser.add_argument(
-        "--steps", type=int, help="measured steps in a round (default: exchange 30, engine 8, overlap 4, tiers 12)"
+        "--steps",
+        type=int,
+        help="measured steps in a round (default: exchange 30, engine 8, overlap 4, simulate 7, tiers 12)",
     )
     parser.add_argument("--scale", type=int, choices=[1, 4], default=1, help="engine: tables of 1x or 4x (default 1)")
     parser.add_argument(
@@ -176,6 +179,20 @@ def _overlap(args: argparse.Namespace) -> Figures:
     return run_overlap_benchmark(rounds, steps)
 
 
+def _simulate(args: argparse.Namespace) -> Figures:
+    steps = 7 if args.steps is None else args.steps
+    if steps < 1 or any(ranks < 2 or ranks % 2 for ranks in args.ranks):
+        raise UserError("bench simulate needs --steps of at least 1 and even numbers of --ranks: two nodes")
+    from xgram_dist.bench.slow_link import why_not
+
+    reason = why_not()
+    if reason:
+        return {"skipped": reason}
+    from xgram_dist.bench.simulate import run_simulate_benchmark
+
+    return run_simulate_benchmark(args.ranks, steps)
+
+
 def _tiers(args: argparse.Namespace) -> Figures:
     rounds = 8 if args.rounds is None else args.rounds
     steps = 12 if args.steps is None else args.steps
@@ -260,6 +277,17 @@ def _show_planning(args: argparse.Namespace, figures: Figures) -> None:
     print_table(["planning", "value"], _rows(figures))
 
 
+def _show_simulate(args: argparse.Namespace, figures: Figures) -> None:
+    from xgram_dist.console import print_table
+
+    layouts = figures.pop("layouts", {})
+    if layouts:
+        columns = [key.replace("_", " ") for key in next(iter(layouts.values()))]
+        print_table(["layout", *columns], [[name, *map(_format, one.values())] for name, one in layouts.items()])
+        print()
+    print_table([f"bench {args.what}", "value"], _rows(figures))
+
+
 def _show_tiers(args: argparse.Namespace, figures: Figures) -> None:
     from xgram_dist.console import print_table
 
@@ -292,6 +320,7 @@ BENCHMARKS: dict[str, tuple[Benchmark, Show]] = {
     "overlap": (_overlap, _show_figures),
     "restart": (_restart, _show_tiers),
     "serve": (_serve, _show_tiers),
+    "simulate": (_simulate, _show_simulate),
     "step": (_step, _show_figures),
     "streaming": (_streaming, _show_figures),
     "tiers": (_tiers, _show_tiers),

@@ -35,6 +35,7 @@ COMMANDS = {
     "frequencies": Entry("routing", "write the token counts of a prepared data set as a frequency file"),
     "route": Entry("routing", "build a routing file (token -> table rows) from frequencies, and print its layout"),
     "plan": Entry("plan", "estimate what a recipe costs without building it: parameters, FLOPs, memory, time"),
+    "simulate": Entry("simulate", "simulate a training step over all ranks and links, event by event"),
     "doctor": Entry("doctor", "check a new machine or cluster: versions, links, files, parity with the CPU, speed"),
     "train": Entry("train", "train a recipe"),
     "submit": Entry("slurm", "train a recipe, or an array of recipes, as a Slurm job"),

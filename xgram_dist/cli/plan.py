@@ -58,8 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="token frequencies, also for the routing unless memory.routing.file is set (default: "
         "memory.routing.frequencies, or the counts of the prepared data; else Zipf's law)",
     )
-    for key, text in MACHINE.items():
-        parser.add_argument(f"--{key.replace('_', '-')}", type=float, metavar="X", help=text)
+    add_machine_arguments(parser)
     parser.add_argument(
         "--policies", action="store_true", help="compare the row-sharding policies, at 4, 16 and 64 ranks"
     )
@@ -67,6 +66,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--shards", action="store_true", help="compare replicas of the tables (memory.shard) on 16 to 1,024 ranks"
     )
     parser.add_argument("--json", action="store_true", help="print JSON: bytes, seconds, shares between 0 and 1")
+
+
+def add_machine_arguments(parser: argparse.ArgumentParser) -> None:
+    for key, text in MACHINE.items():
+        parser.add_argument(f"--{key.replace('_', '-')}", type=float, metavar="X", help=text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -82,10 +86,10 @@ def run(args: argparse.Namespace) -> int:
     degrees = {"tensor": args.tensor, "context": args.context}
     overrides = [*args.overrides, *(f"parallel.{axis}={n}" for axis, n in degrees.items() if n is not None)]
     config = load_recipe(args.recipe, overrides)
-    axes, machine, limit = _axes(args, config), _machine(args), _memory_limit(args)
+    axes, machine, limit = _axes(args, config), read_machine(args), _memory_limit(args)
     budget = plan_budget(config)
-    source, missing = _frequency_file(args, config)
-    frequencies, routing = _frequencies_and_routing(config, source)
+    source, missing = find_frequencies(args, config)
+    frequencies, routing = load_tables_source(config, source)
     exchange, missing = _exchange(args, config, axes, machine, source, missing, frequencies, routing)
 
     @cache
@@ -190,7 +194,7 @@ def _axes(args: argparse.Namespace, config: "Config") -> "Axes":
     return axes
 
 
-def _machine(args: argparse.Namespace) -> "Machine":
+def read_machine(args: argparse.Namespace) -> "Machine":
     from xgram_dist.estimate.step_time import Machine
 
     given = {key: getattr(args, key) for key in MACHINE if getattr(args, key) is not None}
@@ -232,7 +236,7 @@ def _layout_name(config: "Config", axes: "Axes") -> str:
 # Frequencies, routing and the exchange
 
 
-def _frequency_file(args: argparse.Namespace, config: "Config") -> tuple[Path | None, str]:
+def find_frequencies(args: argparse.Namespace, config: "Config") -> tuple[Path | None, str]:
     """The file with the token frequencies; or None and how to get one. Files that a recipe names may be on another
     machine: that they are missing is no error, unless --frequencies asks for the exchange."""
     named, data = config.memory.routing.frequencies, config.data.path
@@ -255,7 +259,7 @@ def _frequency_file(args: argparse.Namespace, config: "Config") -> tuple[Path | 
     return source, ""
 
 
-def _frequencies_and_routing(config: "Config", source: Path | None) -> "tuple[Any, Routing | None]":
+def load_tables_source(config: "Config", source: Path | None) -> "tuple[Any, Routing | None]":
     """As a run would have them; without a file, by Zipf's law. (None, None) without tables."""
     from xgram_dist.estimate.traffic import zipf
     from xgram_dist.model.methods.base import table_layout
