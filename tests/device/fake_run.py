@@ -88,7 +88,7 @@ class FakeRun:
         exchange.ExchangePlanner = planners  # type: ignore[misc,assignment]
         keys = Folding.identity(config.model.vocabulary) if config.memory.method == "engram" else None
         with self.device.entered():
-            model = build_model(config, DEVICE, None, self.mesh.tensor, self.mesh.context)
+            model = build_model(config, DEVICE, None, self.mesh)
             engine = build_engine(config, model, self.mesh, DEVICE)
             self.lookup = build_lookup(config, routing, DEVICE, self.mesh, keys)
             optimizer = JointOptimizer(config, engine, self.lookup, self.mesh)

@@ -220,7 +220,7 @@ def measure_case(world, overrides):
     gc.collect()
     gc.freeze()
     mesh = build_mesh(config, world)
-    model = build_model(config, CPU, None, mesh.tensor, mesh.context)
+    model = build_model(config, CPU, None, mesh)
     engine = build_engine(config, model, mesh, CPU)
     del model
     kind = choose_optimizer(config, touched_share=1.0)

@@ -26,6 +26,7 @@ CASES = {
         [*TWO, "parallel.engine=hsdp", "train.global_batch=16"],
         [*TWO, "parallel.engine=replicated", "parallel.tensor=2", "memory.sites.h.views=1", "train.global_batch=8"],
         [*TWO, "parallel.engine=deepspeed", "train.global_batch=16"],
+        [*TWO, "parallel.engine=replicated", "parallel.context=2", "train.global_batch=8"],
     ],
 }
 STEPS = 3
@@ -56,12 +57,12 @@ def measure_case(world, overrides):
     config = config_of(overrides, world.size)
     frequencies = zipf(config.model.vocabulary)
     mesh = build_mesh(config, world)
-    engine = build_engine(config, build_model(config, CPU, None, mesh.tensor, mesh.pipeline), mesh, CPU)
+    engine = build_engine(config, build_model(config, CPU, None, mesh), mesh, CPU)
     with small_messages():
         lookup = build_lookup(config, routing_of(config, frequencies), CPU, mesh)
     optimizer = JointOptimizer(config, engine, lookup, mesh)
-    draws = np.random.default_rng(mesh.data.rank)
-    micro_batches = config.train.global_batch // mesh.data.size // config.train.micro_batch
+    draws = np.random.default_rng(mesh.batch.rank)
+    micro_batches = config.train.global_batch // mesh.batch.size // config.train.micro_batch
     shape = (micro_batches, config.train.micro_batch, config.model.sequence_length)
     under_way, most, exchanged = set(), [set()], []
     forward, backward = StepOfStages.forward, StepOfStages.outputs

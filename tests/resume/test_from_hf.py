@@ -82,7 +82,7 @@ def reference(folder):
 
 
 def our_engine(config, folder, mesh):
-    model = build_model(config, tiny.CPU, tensor=mesh.tensor)
+    model = build_model(config, tiny.CPU, mesh=mesh)
     engine = build_engine(config, model, mesh, tiny.CPU)
     init_from_hf(folder, engine, mesh)
     return engine

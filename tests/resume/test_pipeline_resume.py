@@ -34,7 +34,7 @@ def test_the_same_stages_go_on_bit_for_bit(data, finished, tmp_path, memory):
 
 
 @pytest.mark.parametrize("rows", ["all", "touched"])
-def test_a_run_goes_through_numbers_of_stages_and_data_ranks(data, finished, tmp_path, rows):
+def test_a_run_goes_through_numbers_of_stages_data_and_context_ranks(data, finished, tmp_path, rows):
     config = settings(data, optimizer="catch_up", rows=rows)
     config = config.model_copy(update={"checkpoint": config.checkpoint.model_copy(update={"every": 1, "keep": 1})})
     folder = tmp_path / "run"
@@ -42,7 +42,7 @@ def test_a_run_goes_through_numbers_of_stages_and_data_ranks(data, finished, tmp
         (2, {"pipeline": 2, "engine": "deepspeed"}, 3),
         (1, {}, 4),
         (4, {"pipeline": 2, "engine": "hsdp"}, 6),
-        (2, {}, 7),
+        (4, {"pipeline": 2, "context": 2}, 7),
         (2, {"pipeline": 2}, None),
     ):
         if lost_at is None:

@@ -80,7 +80,7 @@ class Bench:
         self.tables = ShardedTables(config, table_layout(config), None, CPU, self.mesh)
         self.engine: Any = NoBackbone(config)
         if backbone:
-            self.engine = build_engine(config, build_model(config, CPU, 0, self.mesh.tensor), self.mesh, CPU)
+            self.engine = build_engine(config, build_model(config, CPU, 0, self.mesh), self.mesh, CPU)
         self.saver = Saver(folder, CheckpointConfig(keep=1), ranks)
 
     def state(self) -> CheckpointState:

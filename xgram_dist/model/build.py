@@ -22,8 +22,7 @@ from xgram_dist.model.pipeline_stages import layers_of, stages_of_rank
 from xgram_dist.model.transformer import Transformer
 from xgram_dist.parallel.context_parallel import context_axis
 from xgram_dist.parallel.device import DTYPES, fuses_loss_passes, recompute_elementwise
-from xgram_dist.parallel.mesh import Mesh
-from xgram_dist.parallel.process_group import ProcessGroup
+from xgram_dist.parallel.mesh import Mesh, single_mesh
 from xgram_dist.parallel.tensor_parallel import global_shape_and_offset, tensor_axis, tensor_dim, tensor_slice
 from xgram_dist.tables.initial_rows import CUT, stream_key
 from xgram_dist.tables.routing import Routing
@@ -31,18 +30,14 @@ from xgram_dist.tables.working_set import Lookup
 
 
 def build_model(
-    config: Config,
-    device: torch.device,
-    end_of_text: int | None = None,
-    tensor: ProcessGroup | None = None,
-    context: ProcessGroup | None = None,
-    pipeline: ProcessGroup | None = None,
+    config: Config, device: torch.device, end_of_text: int | None = None, mesh: Mesh | None = None
 ) -> Transformer:
-    """`end_of_text`: the token that ends a document. `tensor`, `context`: the ranks of these axes. `pipeline`: those of
-    the pipeline axis, of whose stages this rank's are built."""
+    """`end_of_text`: the token that ends a document. `mesh`: its tensor axis shards the layers, its context axis the
+    sequences, and of its pipeline axis this rank's stages are built."""
     check_method(config)
-    axis = tensor_axis(tensor, config.parallel.sequence_parallel)
-    sequence, stages = context_axis(context, method_of(config).reach), stages_of_rank(config, pipeline)
+    mesh = mesh or single_mesh()
+    axis = tensor_axis(mesh.tensor, config.parallel.sequence_parallel)
+    sequence, stages = context_axis(mesh.context, method_of(config).reach), stages_of_rank(config, mesh.pipeline)
     model = Transformer(config, DTYPES[config.train.precision], end_of_text, axis, sequence, stages)
     initialise(model, config)
     model.to(device)

@@ -110,7 +110,7 @@ class Trainer:
         self.routing = resolve_routing(config, self.data)
         check_agreement(self.ranks, config, self.routing, self.data.fingerprint)
         # Backbone, tables, optimizer
-        model = build_model(config, self.device, end_of_text, self.mesh.tensor, self.mesh.context, self.mesh.pipeline)
+        model = build_model(config, self.device, end_of_text, self.mesh)
         self.engine = build_engine(config, model, self.mesh, self.device)
         self.keys, keys_summary = resolve_keys(config, self.data, self.ranks)
         kind = choose_optimizer(config, touched_share(config, self.data, self.routing))

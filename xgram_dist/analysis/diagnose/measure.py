@@ -171,7 +171,7 @@ def open_checkpoint(
     saved = CheckpointReader(folder)
     config = _inference_config(saved.config, precision)
     mesh = single_mesh(ranks)
-    model = build_model(config, device, end_of_text, mesh.tensor)
+    model = build_model(config, device, end_of_text, mesh)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             parameter.copy_(saved.weight(f"backbone.{name}"))

@@ -118,7 +118,7 @@ class TrainedModel:
             frequencies = 1.0 / np.arange(1, config.model.vocabulary + 1)
             routing = build_routing(frequencies, routing_settings(config), layout.num_views)
         mesh.world.phases.device = device
-        model = build_model(config, device, None, mesh.tensor, mesh.context)
+        model = build_model(config, device, None, mesh)
         self.engine = build_engine(config, model, mesh, device)
         keys = Folding.identity(config.model.vocabulary) if method_of(config).num_ngram_keys else None
         self.lookup = build_lookup(config, routing, device, mesh, keys)
