@@ -100,7 +100,7 @@ def _routing(config: Config) -> Routing:
 
 
 def measure_steps(
-    ranks: ProcessGroup, layouts: list[str], steps: int, end_of_rank: list[dict[str, Any]]
+    ranks: ProcessGroup, layouts: tuple[str, ...], steps: int, rate_mbit: int, end_of_rank: list[dict[str, Any]]
 ) -> dict[str, Any]:
     """Seconds of each layout's steps on this rank, by phase, at both rates, and the bytes of the exchange that it sent
     in one."""
@@ -114,7 +114,7 @@ def measure_steps(
         side = Side(config, ranks, _routing(config))
         taken: dict[str, list[dict[str, Any]]] = {kind: [] for kind in KINDS}
         for turn in range(2 * TURNS):
-            kind, rate = KINDS[turn % 2], (FREE_MBIT, RATE_MBIT)[turn % 2]
+            kind, rate = KINDS[turn % 2], (FREE_MBIT, rate_mbit)[turn % 2]
             dist.barrier()
             if first_of_node:
                 LinkEnd(**end_of_rank[ranks.rank]).set_rate(rate)
@@ -131,28 +131,32 @@ def measure_steps(
     return found
 
 
-def run_simulate_benchmark(sizes: list[int], steps: int) -> dict[str, Any]:
+def run_simulate_benchmark(
+    sizes: list[int], steps: int, names: tuple[str, ...] = tuple(LAYOUTS), rate_mbit: int = RATE_MBIT
+) -> dict[str, Any]:
+    """`names`: of the layouts. `rate_mbit`: of the slow link."""
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")  # the addresses of the namespaces have no names
-    names = list(LAYOUTS)
     figures: dict[str, Any] = {"link": "", "steps": TURNS * steps, "layouts": {}}
     with Progress(len(sizes), "numbers of ranks", "bench simulate") as progress:
         for size in sizes:
             with SlowLink(FREE_MBIT, DELAY_MS) as link:
                 ends = [link.ends[rank * NODES // size] for rank in range(size)]
                 plain = [asdict(end) for end in ends]
-                results = run_on_ranks(measure_steps, size, names, steps, plain, network=ends)
-                figures["link"] = f"{RATE_MBIT} Mb/s between {NODES} nodes, {DELAY_MS:g} ms: {link.kind}"
+                results = run_on_ranks(measure_steps, size, names, steps, rate_mbit, plain, network=ends)
+                figures["link"] = f"{rate_mbit} Mb/s between {NODES} nodes, {DELAY_MS:g} ms: {link.kind}"
             progress.update()
             for name in names:
-                figures["layouts"][f"{name}, {size} ranks"] = compare(size, name, [one[name] for one in results])
+                figures["layouts"][f"{name}, {size} ranks"] = compare(
+                    size, name, rate_mbit, [one[name] for one in results]
+                )
     errors = [abs(one["error"]) for one in figures["layouts"].values()]
     figures["largest_error"], figures["median_error"] = max(errors), round(statistics.median(errors), 3)
     return figures
 
 
-def compare(size: int, name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]:
+def compare(size: int, name: str, rate_mbit: int, ranks: list[dict[str, Any]]) -> dict[str, Any]:
     """`ranks`: what each of them measured."""
-    simulated = simulate_check(size, name, [rank["free"] for rank in ranks])
+    simulated = simulate_check(size, name, rate_mbit, [rank["free"] for rank in ranks])
     without, measured = (_median([[step["step"] for step in rank[kind]] for rank in ranks]) for kind in KINDS)
     return {
         "without_limits_ms": round(1000 * without, 1),
@@ -164,10 +168,10 @@ def compare(size: int, name: str, ranks: list[dict[str, Any]]) -> dict[str, Any]
     }
 
 
-def simulate_check(size: int, name: str, steps: list[list[dict[str, Any]]]) -> SimulatedStep:
+def simulate_check(size: int, name: str, rate_mbit: int, steps: list[list[dict[str, Any]]]) -> SimulatedStep:
     """`steps`: of each rank, without limits."""
     config = check_config(size, name)
-    machine = Machine(bandwidth=RATE_MBIT / 8e3, node_bandwidth=LOOPBACK, node_ranks=size // NODES)
+    machine = Machine(bandwidth=rate_mbit / 8e3, node_bandwidth=LOOPBACK, node_ranks=size // NODES)
     machine = replace(machine, bandwidth=1 / (1 / machine.bandwidth - 8e3 / FREE_MBIT))
     latency = Latency(0.0, 0.0, 0.0)
     axes = Axes.of(config, size)

@@ -84,7 +84,7 @@ def test_bytes_that_are_not_utf_8(tmp_path: Path) -> None:
         ("model.layers=1000000000", ["model.layers = 1000000000", "less than or equal to 10000"]),
         ("model.layers=1e9", ["model.layers = 1000000000.0", "whole number"]),
         (f"model.vocabulary={HUGE}", ["model.vocabulary"]),
-        ("model.vocabulary=1000000000", ["model.vocabulary = 1000000000", "less than or equal to 67108864"]),
+        ("model.vocabulary=1000000000", ["model.vocabulary = 1000000000", "less than or equal to 134217728"]),
         ("model.width=1000000000000", ["model.width", "less than or equal to 16777216"]),
         ("model.sequence_length=99999999999", ["model.sequence_length"]),
         ("model.rope_theta=1e300", ["model.rope_theta = 1e+300", "at most 1e+30"]),

@@ -22,7 +22,7 @@ def groups_of_a_rank(monkeypatch, rank, world, **parallel):
         return ProcessGroup(members.index(world.rank), len(members), tuple(members))
 
     monkeypatch.setattr(mesh_module, "_build_axis", build_axis)
-    config = tiny.config(parallel={"engine": "hsdp", **parallel})
+    config = tiny.config(parallel={"engine": "hsdp", **parallel}, train={"global_batch": 24})
     mesh = build_mesh(config, ProcessGroup(rank, world, tuple(range(world))))
     return {axis: getattr(mesh, axis).group or (rank,) for axis in AXES}
 

@@ -196,7 +196,7 @@ class ScratchFile:
         if owner is not None and _is_over(owner, me):
             self._remove(self._name)
             return
-        holder = f"used by {owner}" if owner is not None else "not of a run that is known"
+        holder = f"used by {one_line(str(owner), 120)}" if owner is not None else "not of a run that is known"
         raise UserError(
             f"'{self.path}' in memory.folder is {holder}; wait for that run to end, choose another memory.folder, or "
             f"delete {self._name}{RECORDS} and {self._name}{OWNER} if it is over"
