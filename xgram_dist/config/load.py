@@ -405,4 +405,5 @@ def _nearest_key(path: tuple[str, ...], section: type[BaseModel]) -> str:
     model: Any = section
     for part in path[:-1]:
         model = model["value"] if isinstance(model, dict) else _inner(model.model_fields[part].annotation)
-    return nearest(path[-1], list(model.model_fields), prefix="".join(f"{part}." for part in path[:-1]))
+    names = nearest(path[-1], list(model.model_fields), prefix="".join(f"{part}." for part in path[:-1]))
+    return one_line(names, 2 * MAX_SHOWN)
